@@ -1,0 +1,264 @@
+"""The engine: turns a row of the table and three pure functions into a differentiable function.
+
+The only file that talks to ``torch.autograd``. For every row alike it reads the mask, asks the
+table what to keep, saves exactly that, and hands ``bwd`` only what was saved.
+
+A rule is ``primal`` (the stock op), ``fwd`` and ``bwd``::
+
+    primal(*args, **options) -> y
+    fwd(wrt, *args, **options) -> y, {extra: tensor}
+    bwd(g, wrt, saved, shapes, **options) -> {argument: gradient}
+
+``y`` may be a tuple, of which the first is differentiable and the others carry integers. ``bwd``
+must be differentiable in ``g`` and in the arguments it reads: then double backward is exact.
+
+The stock op itself runs where there is nothing to save (no gradient wanted; a mask for which stock
+keeps exactly what the row says, as ``stock_keeps`` declares and the tests check), and where Python
+autograd functions cannot follow: ``torch.func``, forward-mode AD, ``torch.jit``, ``torch.fx``,
+``torch.export`` and ONNX, tensor subclasses, complex, sparse and nested tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.autograd.function import Function, FunctionCtx
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from .kernels.reference import Like
+from .spec import Layer
+
+Mask = frozenset[str]
+Saved = Mapping[str, Any]
+Shapes = Mapping[str, Like | None]
+Grads = dict[str, Tensor]
+
+
+class Rule(NamedTuple):
+    """How this backend implements a row (see :func:`define`)."""
+
+    row: Layer
+    primal: Callable[..., Any]
+    bwd: Callable[..., Grads] | None
+    fwd: Callable[..., tuple[Any, dict[str, Tensor]]]
+    stock_keeps: Callable[..., Sequence[str]] | None
+    autocast: bool
+    compiled: bool
+
+
+class Call(NamedTuple):
+    """One call of a layer, as :func:`observe` reports it."""
+
+    row: Layer
+    wrt: Mask
+    arrays: Mapping[str, Tensor | None]
+    options: Mapping[str, Any]
+
+
+class MissingResidual(KeyError):
+    """A rule reads a residual that its row does not keep for this mask."""
+
+
+RULES: dict[str, Rule] = {}
+_observer: Callable[[Call], None] | None = None
+
+
+def define(
+    row: Layer,
+    primal: Callable[..., Any],
+    bwd: Callable[..., Grads] | None = None,
+    fwd: Callable[..., tuple[Any, dict[str, Tensor]]] | None = None,
+    *,
+    stock_keeps: Callable[..., Sequence[str]] | None = None,
+    autocast: bool = False,
+    compiled: bool = True,
+) -> Callable[..., Any]:
+    """Make the differentiable function of a row and register its rule.
+
+    Args:
+        row: The row of the table.
+        primal: The stock op, called as ``primal(*args, **options)``.
+        bwd: The gradients. ``None`` if stock already keeps what the row says for every mask.
+        fwd: Forward with the row's extras. Default: ``primal``, for rows without extras.
+        stock_keeps: ``stock_keeps(wrt, **options)``: the residuals that the stock op keeps. Where
+            they are those of the row, the stock op runs.
+        autocast: Whether torch's autocast casts this op's arguments to the lower precision.
+        compiled: Whether ``torch.compile`` traces the rule. ``False`` where it makes the saving
+            by itself from the stock op.
+
+    Returns:
+        A function of the row's arguments (positional, ``None`` where absent) and options (keywords).
+    """
+    if row.extras and fwd is None:
+        raise ValueError(f"row {row.name!r} has extras, so its rule needs a fwd")
+    if row.name in RULES:
+        raise ValueError(f"row {row.name!r} has a rule already")
+    if bwd is None:
+        stock_keeps = stock_keeps or (lambda wrt, **_: row.saves(wrt))
+    rule = Rule(
+        row,
+        primal,
+        bwd,
+        fwd or (lambda wrt, *args, **options: (primal(*args, **options), {})),
+        stock_keeps,
+        autocast,
+        compiled,
+    )
+    RULES[row.name] = rule
+    function = _function(rule)
+    names = tuple(row.args)
+    differentiable = tuple(row.reads)
+
+    def layer(*args: Any, **options: Any) -> Any:
+        wrt = _mask(names, differentiable, args) if torch.is_grad_enabled() else None
+        if not wrt or _stock_only(rule, args, options):
+            return primal(*args, **options)
+        if stock_keeps is not None and tuple(stock_keeps(wrt, **options)) == row.saves(wrt):
+            y = primal(*args, **options)
+        elif autocast and _autocast_dtype(args) is not None:
+            device = args[0].device.type
+            cast = _autocast(args)
+            with torch.autocast(device, enabled=False):
+                y = function.apply(wrt, options, *cast)
+        else:
+            y = function.apply(wrt, options, *args)
+        if _observer is not None:
+            _observer(
+                Call(row, wrt, {**dict(zip(names, args, strict=True)), "y": _first(y)}, options)
+            )
+        return y
+
+    layer.__name__ = layer.__qualname__ = row.name
+    layer.__doc__ = f"The row ``{row.name}`` as a differentiable function."
+    return layer
+
+
+def _function(rule: Rule) -> type[Function]:
+    """The autograd function of a rule, named after its row."""
+    row = rule.row
+    names = tuple(row.args)
+
+    def forward(ctx: FunctionCtx, wrt: Mask, options: dict[str, Any], *args: Any) -> Any:
+        result, extras = rule.fwd(wrt, *args, **options)
+        y = _first(result)
+        arrays = {**dict(zip(names, args, strict=True)), "y": y}
+        residuals = {**arrays, **extras}
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*[residuals[name] for name in row.saves(wrt)])
+        ctx.wrt = wrt  # type: ignore[attr-defined]
+        ctx.options = options  # type: ignore[attr-defined]
+        ctx.shapes = {  # type: ignore[attr-defined]
+            name: None if array is None else Like.of(array) for name, array in arrays.items()
+        }
+        if row.inplace and options.get("inplace"):
+            ctx.mark_dirty(args[0])
+        if isinstance(result, tuple):
+            ctx.mark_non_differentiable(*result[1:])
+        return result
+
+    def backward(ctx: Any, g: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+        if g is None:
+            return (None, None, *(None for _ in names))
+        assert rule.bwd is not None
+        saved = dict(zip(row.saves(ctx.wrt), ctx.saved_tensors, strict=True))
+        if not torch.compiler.is_compiling():
+            saved = Residuals(row, ctx.wrt, saved)
+        # The caller may run backward under autocast; gradients have the dtypes of forward.
+        device = g.device.type
+        amp = _amp_enabled(device)
+        with torch.autocast(device, enabled=False) if amp else nullcontext():
+            grads = rule.bwd(g, ctx.wrt, saved, ctx.shapes, **ctx.options)
+        return (None, None, *(grads[name] if name in ctx.wrt else None for name in names))
+
+    name = "Memsave" + "".join(part.capitalize() for part in row.name.split("_"))
+    body = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    return type(name, (Function,), body)
+
+
+class Residuals(dict[str, Any]):
+    """What was saved, by name; reading anything else fails with the name."""
+
+    def __init__(self, row: Layer, wrt: Mask, saved: Mapping[str, Any]) -> None:
+        super().__init__(saved)
+        self.row, self.wrt = row, wrt
+
+    def __missing__(self, name: str) -> Any:
+        raise MissingResidual(
+            f"the rule of row {self.row.name!r} reads {name!r}, which the row does not keep for "
+            f"the gradients of {sorted(self.wrt)} (it keeps {self.row.saves(self.wrt)})"
+        )
+
+
+@contextmanager
+def observe(observer: Callable[[Call], None]) -> Iterator[None]:
+    """Report every layer call that wants a gradient (not inside compiled code)."""
+    global _observer
+    before, _observer = _observer, observer
+    try:
+        yield
+    finally:
+        _observer = before
+
+
+def _first(y: Any) -> Tensor:
+    return y[0] if isinstance(y, tuple) else y
+
+
+def _mask(names: tuple[str, ...], differentiable: tuple[str, ...], args: tuple[Any, ...]) -> Mask:
+    return frozenset(
+        [
+            name
+            for name, arg in zip(names, args, strict=True)
+            if name in differentiable and isinstance(arg, Tensor) and arg.requires_grad
+        ]
+    )
+
+
+def _stock_only(rule: Rule, args: tuple[Any, ...], options: Mapping[str, Any]) -> bool:
+    """Whether this call is one that a Python autograd function cannot serve."""
+    if torch.compiler.is_compiling():
+        inplace = rule.row.inplace and options.get("inplace")
+        return not rule.compiled or torch.compiler.is_exporting() or bool(inplace)
+    return (
+        torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+        or torch.jit.is_tracing()
+        or torch.compiler.is_exporting()
+        or not all(arg is None or _plain(arg) for arg in args)
+    )
+
+
+def _plain(arg: Any) -> bool:
+    """Whether a tensor is real, dense and of a class that gives torch ops no other meaning."""
+    if type(arg) not in (Tensor, torch.nn.Parameter) and (
+        not isinstance(arg, Tensor)
+        or type(arg).__torch_function__ is not torch._C._disabled_torch_function_impl
+        or is_traceable_wrapper_subclass(arg)
+    ):
+        return False
+    return arg.layout is torch.strided and not (arg.is_complex() or arg.is_nested)
+
+
+def _amp_enabled(device: str) -> bool:
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+
+
+def _autocast_dtype(args: tuple[Any, ...]) -> torch.dtype | None:
+    device = args[0].device.type
+    return torch.get_autocast_dtype(device) if _amp_enabled(device) else None
+
+
+def _autocast(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Cast as autocast does for ops of its lower-precision list: all floats but float64."""
+    dtype = _autocast_dtype(args)
+    return tuple(
+        arg.to(dtype)
+        if isinstance(arg, Tensor) and arg.is_floating_point() and arg.dtype != torch.float64
+        else arg
+        for arg in args
+    )

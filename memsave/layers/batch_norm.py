@@ -1,0 +1,191 @@
+"""Batch normalization, ``y = (x - mean) * rstd * weight + bias`` per channel.
+
+In eval mode the statistics are constants and ``y`` is affine in ``x``: its gradient needs no
+activation. In train mode they depend on ``x``; forward keeps the two vectors.
+
+Index legend: n batch, c channels; the statistics and parameters have one value per channel.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .. import spec
+from ..function import Grads, Mask, Saved, Shapes, define
+from .module import drop_in
+
+
+def _primal_eval(
+    x: Tensor, mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None, *, eps: float
+) -> Tensor:
+    return F.batch_norm(x, mean, var, weight, bias, False, 0.0, eps)
+
+
+def _primal_train(
+    x: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    *,
+    momentum: float,
+    eps: float,
+) -> Tensor:
+    return F.batch_norm(x, running_mean, running_var, weight, bias, True, momentum, eps)
+
+
+def _fwd_train(
+    wrt: Mask, x: Tensor, *args: Tensor | None, momentum: float, eps: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    if x.ndim < 2 or x.numel() == x.shape[1]:
+        return _primal_train(x, *args, momentum=momentum, eps=eps), {}  # raises stock's error
+    running_mean, running_var, weight, bias = args
+    # The op inside torch.batch_norm, which also returns the statistics.
+    y, mean, rstd, *_ = torch._batch_norm_impl_index(
+        x, weight, bias, running_mean, running_var, True, momentum, eps,
+        torch.backends.cudnn.enabled,
+    )  # fmt: skip
+    return y, {"mean": mean, "rstd": rstd}
+
+
+def _bias_gradient(g: Tensor, shapes: Shapes) -> Tensor:
+    total = g.sum([axis for axis in range(g.ndim) if axis != 1], dtype=_wide(g.dtype))
+    return total.to(shapes["bias"].dtype)  # type: ignore[union-attr]
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which stock computes statistics and sums: at least float32."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _bwd_eval(g: Tensor, wrt: Mask, saved: Saved, shapes: Shapes, *, eps: float) -> Grads:
+    grads = {}
+    if "x" in wrt:
+        wide = _wide(g.dtype)
+        scale = saved["running_var"].to(wide).add(eps).rsqrt()
+        if saved["weight"] is not None:
+            scale = scale * saved["weight"].to(wide)
+        grads["x"] = (g * scale.view(-1, *[1] * (g.ndim - 2))).to(g.dtype)
+    if "weight" in wrt:
+        mean, var = saved["running_mean"], saved["running_var"]
+        mask = [False, True, False]
+        # None stands for the weight, which this gradient does not read.
+        grads["weight"] = torch.ops.aten.native_batch_norm_backward(
+            g, saved["x"], None, mean, var, None, None, False, eps, mask
+        )[1].to(shapes["weight"].dtype)  # type: ignore[union-attr]
+    if "bias" in wrt:
+        grads["bias"] = _bias_gradient(g, shapes)
+    return grads
+
+
+def _bwd_train(
+    g: Tensor, wrt: Mask, saved: Saved, shapes: Shapes, *, momentum: float, eps: float
+) -> Grads:
+    grads: Grads = {}
+    if wrt & {"x", "weight"}:
+        weight = saved["weight"] if "x" in wrt else None
+        mask = ["x" in wrt, "weight" in wrt, False]
+        # Stock's op: its own derivative accounts for mean and rstd being functions of x.
+        dx, dweight, _ = torch.ops.aten.native_batch_norm_backward(
+            g, saved["x"], weight, None, None, saved["mean"], saved["rstd"], True, eps, mask
+        )
+        grads = {"x": dx, "weight": dweight}
+        if "weight" in wrt:
+            grads["weight"] = dweight.to(shapes["weight"].dtype)  # type: ignore[union-attr]
+    if "bias" in wrt:
+        grads["bias"] = _bias_gradient(g, shapes)
+    return grads
+
+
+def _stock_keeps_eval(wrt: Mask, **_: Any) -> tuple[str, ...]:
+    return ("x", "running_mean", "running_var", "weight")
+
+
+# torch.compile decomposes stock batch_norm, and then keeps no more than these rows.
+_batch_norm_eval = define(
+    spec.BATCH_NORM_EVAL,
+    _primal_eval,
+    _bwd_eval,
+    stock_keeps=_stock_keeps_eval,
+    compiled=False,
+)
+_batch_norm_train = define(
+    spec.BATCH_NORM_TRAIN, _primal_train, _bwd_train, _fwd_train, compiled=False
+)
+
+
+def batch_norm(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """As :func:`torch.nn.functional.batch_norm`.
+
+    Not training, it keeps the input only for the gradient of the weight. Training, it keeps the
+    input and two vectors for the gradients of input and weight, and nothing for that of the bias.
+
+    Args:
+        input: ``(n, c, *)``.
+        running_mean, running_var, weight, bias: ``(c,)`` or ``None``. The running statistics are
+            updated in place when training, and may be ``None`` then.
+    """
+    if training:
+        options = {"momentum": momentum, "eps": eps}
+        return _batch_norm_train(input, running_mean, running_var, weight, bias, **options)
+    if running_mean is None or running_var is None:  # stock's error
+        return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+    return _batch_norm_eval(input, running_mean, running_var, weight, bias, eps=eps)
+
+
+def _forward(module: Any, input: Tensor) -> Tensor:
+    """Which statistics to use and to update: https://docs.pytorch.org/docs/stable/nn.html."""
+    module._check_input_dim(input)
+    tracked = not module.training or module.track_running_stats
+    momentum = module.momentum
+    if module.training and module.track_running_stats and module.num_batches_tracked is not None:
+        module.num_batches_tracked.add_(1)
+        if momentum is None:  # cumulative average
+            momentum = 1.0 / float(module.num_batches_tracked)
+    return batch_norm(
+        input,
+        module.running_mean if tracked else None,
+        module.running_var if tracked else None,
+        module.weight,
+        module.bias,
+        module.training or (module.running_mean is None and module.running_var is None),
+        0.0 if momentum is None else momentum,
+        module.eps,
+    )
+
+
+@drop_in(spec.BATCH_NORM_EVAL, spec.BATCH_NORM_TRAIN)
+class BatchNorm1d(nn.BatchNorm1d):
+    """As :class:`torch.nn.BatchNorm1d`."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return _forward(self, input)
+
+
+@drop_in(spec.BATCH_NORM_EVAL, spec.BATCH_NORM_TRAIN)
+class BatchNorm2d(nn.BatchNorm2d):
+    """As :class:`torch.nn.BatchNorm2d`."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return _forward(self, input)
+
+
+@drop_in(spec.BATCH_NORM_EVAL, spec.BATCH_NORM_TRAIN)
+class BatchNorm3d(nn.BatchNorm3d):
+    """As :class:`torch.nn.BatchNorm3d`."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return _forward(self, input)

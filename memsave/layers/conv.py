@@ -1,0 +1,345 @@
+"""Convolutions and transposed convolutions, 1 to 3 dimensional.
+
+``y = conv(x, w) + b`` is linear in each of them: the gradient of ``x`` is the adjoint convolution
+of ``g`` with ``w``, that of ``w`` a correlation of ``x`` with ``g``, that of ``b`` a sum of ``g``.
+
+Padding that the convolution itself cannot do (``padding_mode``, "same" with an even kernel) is
+part of the layer, so that ``x`` is kept and not a padded copy.
+
+Index legend: n batch, i input channels, o output channels; spatial axes last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .. import spec
+from ..function import Grads, Mask, Saved, Shapes, define
+from .module import drop_in
+from .shape import Ints, per_axis
+
+CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+CONV_TRANSPOSE = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
+
+
+# Padding: explicit (an op of its own, one (left, right) per axis) or implicit in the convolution.
+
+
+def _padding(
+    padding: Ints | str, mode: str, kernel: Sequence[int], dilation: Sequence[int]
+) -> tuple[list[tuple[int, int]], list[int]]:
+    """Split into explicit padding per axis and the padding left to the convolution."""
+    dims = len(kernel)
+    if padding == "same":
+        totals = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
+        both = [(total // 2, total - total // 2) for total in totals]
+    else:
+        both = [(p, p) for p in per_axis(0 if isinstance(padding, str) else padding, dims)]
+    if mode == "zeros" and all(left == right for left, right in both):
+        return [(0, 0)] * dims, [left for left, _ in both]
+    return both, [0] * dims
+
+
+def _pad(x: Tensor, pads: Sequence[tuple[int, int]], mode: str) -> Tensor:
+    if not any(map(any, pads)):
+        return x
+    flat = [p for pair in reversed(pads) for p in pair]
+    return F.pad(x, flat, mode="constant" if mode == "zeros" else mode)
+
+
+def _unpad(g: Tensor, pads: Sequence[tuple[int, int]], mode: str) -> Tensor:
+    """The adjoint of :func:`_pad`: crop, and add what was copied to where it came from."""
+    for axis, (left, right) in enumerate(pads, start=-len(pads)):
+        if not left and not right:
+            continue
+        size = g.shape[axis] - left - right
+        inner = g.narrow(axis, left, size)
+        if mode != "zeros":
+            source = F.pad(torch.arange(float(size))[None], (left, right), mode=mode)[0]
+            source = source.to(g.device, torch.int64)
+            for start, length in ((0, left), (left + size, right)):
+                edge = g.narrow(axis, start, length)
+                inner = inner.index_add(axis, source.narrow(0, start, length), edge)
+        g = inner
+    return g
+
+
+def _bias_gradient(g: Tensor, dims: int) -> Tensor:
+    return g.sum([axis for axis in range(g.ndim) if axis != g.ndim - dims - 1])
+
+
+def _weight_gradient(
+    g: Tensor, x: Tensor, weight_shape: torch.Size, *options: Any, groups: int
+) -> Tensor:
+    """By the kernel that stock uses, which asks the weight for its shape only."""
+    dims = len(weight_shape) - 2
+    if g.ndim == dims + 1:
+        g, x = g[None], x[None]
+    weight = g.new_empty(1).expand(weight_shape)
+    mask = [False, True, False]
+    backward = torch.ops.aten.convolution_backward
+    return backward(g, x, weight, None, *options, groups, mask)[1]
+
+
+def _conv_bwd(
+    g: Tensor,
+    wrt: Mask,
+    saved: Saved,
+    shapes: Shapes,
+    *,
+    stride: Ints = 1,
+    padding: Ints | str = 0,
+    dilation: Ints = 1,
+    groups: int = 1,
+    padding_mode: str = "zeros",
+) -> Grads:
+    x_shape, weight_shape = shapes["x"].shape, shapes["weight"].shape  # type: ignore[union-attr]
+    kernel = weight_shape[2:]
+    dims = len(kernel)
+    stride, dilation = per_axis(stride, dims), per_axis(dilation, dims)
+    pads, padding = _padding(padding, padding_mode, kernel, dilation)
+    grads = {}
+    if "x" in wrt:
+        # A transposed convolution: unlike convolution_backward it needs no stand-in for x. Its
+        # output_padding is what the stride left over on the right.
+        padded = [s + sum(p) for s, p in zip(x_shape[-dims:], pads, strict=True)]
+        left_over = [
+            (s + 2 * p - d * (k - 1) - 1) % step
+            for s, p, d, k, step in zip(padded, padding, dilation, kernel, stride, strict=True)
+        ]
+        adjoint = CONV_TRANSPOSE[dims]
+        if g.numel():
+            dx = adjoint(g, saved["weight"], None, stride, padding, left_over, groups, dilation)
+        else:
+            dx = g.new_zeros([*x_shape[:-dims], *padded])
+        grads["x"] = _unpad(dx, pads, padding_mode)
+    if "weight" in wrt:
+        x = _pad(saved["x"], pads, padding_mode)
+        options = (stride, padding, dilation, False, [0] * dims)
+        grads["weight"] = _weight_gradient(g, x, weight_shape, *options, groups=groups)
+    if "bias" in wrt:
+        grads["bias"] = _bias_gradient(g, dims)
+    return grads
+
+
+def _conv_transpose_bwd(
+    g: Tensor,
+    wrt: Mask,
+    saved: Saved,
+    shapes: Shapes,
+    *,
+    stride: Ints = 1,
+    padding: Ints = 0,
+    output_padding: Ints = 0,
+    groups: int = 1,
+    dilation: Ints = 1,
+) -> Grads:
+    x_shape, weight_shape = shapes["x"].shape, shapes["weight"].shape  # type: ignore[union-attr]
+    dims = len(weight_shape) - 2
+    stride, padding = per_axis(stride, dims), per_axis(padding, dims)
+    dilation, output_padding = per_axis(dilation, dims), per_axis(output_padding, dims)
+    grads = {}
+    if "x" in wrt:
+        if g.numel():
+            dx = CONV[dims](g, saved["weight"], None, stride, padding, dilation, groups)
+            # An output_padding of a stride or more (allowed under a larger dilation) adds places.
+            for axis in range(-dims, 0):
+                dx = dx.narrow(axis, 0, x_shape[axis])
+        else:
+            dx = g.new_zeros(x_shape)
+        grads["x"] = dx
+    if "weight" in wrt:
+        options = (stride, padding, dilation, True, output_padding)
+        grads["weight"] = _weight_gradient(g, saved["x"], weight_shape, *options, groups=groups)
+    if "bias" in wrt:
+        grads["bias"] = _bias_gradient(g, dims)
+    return grads
+
+
+def _conv_stock_keeps(
+    wrt: Mask, *, padding: Ints | str = 0, padding_mode: str = "zeros", **_: Any
+) -> tuple[str, ...]:
+    if padding_mode != "zeros" or padding == "same":
+        return ("a padded copy of x", "weight")
+    return _conv_transpose_stock_keeps(wrt)
+
+
+def _conv_transpose_stock_keeps(wrt: Mask, **_: Any) -> tuple[str, ...]:
+    return ("x", "weight") if wrt & {"x", "weight"} else ()
+
+
+def _conv_primal(dims: int) -> Callable[..., Tensor]:
+    stock = CONV[dims]
+
+    def primal(
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        *,
+        stride: Ints = 1,
+        padding: Ints | str = 0,
+        dilation: Ints = 1,
+        groups: int = 1,
+        padding_mode: str = "zeros",
+    ) -> Tensor:
+        if padding_mode != "zeros":
+            pads, padding = _padding(
+                padding, padding_mode, weight.shape[2:], per_axis(dilation, dims)
+            )
+            x = _pad(x, pads, padding_mode)
+        return stock(x, weight, bias, stride, padding, dilation, groups)  # type: ignore[arg-type]
+
+    return primal
+
+
+_conv1d, _conv2d, _conv3d = (
+    define(row, _conv_primal(dims), _conv_bwd, stock_keeps=_conv_stock_keeps, autocast=True)
+    for dims, row in ((1, spec.CONV1D), (2, spec.CONV2D), (3, spec.CONV3D))
+)
+_conv_transpose1d, _conv_transpose2d, _conv_transpose3d = (
+    define(
+        row,
+        CONV_TRANSPOSE[dims],
+        _conv_transpose_bwd,
+        stock_keeps=_conv_transpose_stock_keeps,
+        autocast=True,
+    )
+    for dims, row in (
+        (1, spec.CONV_TRANSPOSE1D),
+        (2, spec.CONV_TRANSPOSE2D),
+        (3, spec.CONV_TRANSPOSE3D),
+    )
+)
+
+
+def _functional(layer: Callable[..., Tensor], dims: int) -> Callable[..., Tensor]:
+    def conv(
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        stride: Ints = 1,
+        padding: Ints | str = 0,
+        dilation: Ints = 1,
+        groups: int = 1,
+    ) -> Tensor:
+        options = dict(stride=stride, padding=padding, dilation=dilation, groups=groups)
+        return layer(input, weight, bias, **options)
+
+    return _named(conv, f"conv{dims}d")
+
+
+def _functional_transpose(layer: Callable[..., Tensor], dims: int) -> Callable[..., Tensor]:
+    def conv_transpose(
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        stride: Ints = 1,
+        padding: Ints = 0,
+        output_padding: Ints = 0,
+        groups: int = 1,
+        dilation: Ints = 1,
+    ) -> Tensor:
+        options = dict(stride=stride, padding=padding, output_padding=output_padding)
+        return layer(input, weight, bias, **options, groups=groups, dilation=dilation)
+
+    return _named(conv_transpose, f"conv_transpose{dims}d")
+
+
+def _named(function: Callable[..., Tensor], name: str) -> Callable[..., Tensor]:
+    function.__name__ = function.__qualname__ = name
+    function.__doc__ = f"""As :func:`torch.nn.functional.{name}`.
+
+    Keeps the weight for the gradient of the input, the input for the gradient of the weight,
+    nothing for that of the bias. Shapes, dtypes and errors are those of the stock function.
+    """
+    return function
+
+
+conv1d = _functional(_conv1d, 1)
+conv2d = _functional(_conv2d, 2)
+conv3d = _functional(_conv3d, 3)
+conv_transpose1d = _functional_transpose(_conv_transpose1d, 1)
+conv_transpose2d = _functional_transpose(_conv_transpose2d, 2)
+conv_transpose3d = _functional_transpose(_conv_transpose3d, 3)
+
+
+def _forward(layer: Callable[..., Tensor], module: Any, x: Tensor, *parameters: Any) -> Tensor:
+    return layer(
+        x,
+        *parameters,
+        stride=module.stride,
+        padding=module.padding,
+        dilation=module.dilation,
+        groups=module.groups,
+        padding_mode=module.padding_mode,
+    )
+
+
+@drop_in(spec.CONV1D)
+class Conv1d(nn.Conv1d):
+    """As :class:`torch.nn.Conv1d`."""
+
+    def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return _forward(_conv1d, self, input, weight, bias)
+
+
+@drop_in(spec.CONV2D)
+class Conv2d(nn.Conv2d):
+    """As :class:`torch.nn.Conv2d`."""
+
+    def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return _forward(_conv2d, self, input, weight, bias)
+
+
+@drop_in(spec.CONV3D)
+class Conv3d(nn.Conv3d):
+    """As :class:`torch.nn.Conv3d`."""
+
+    def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return _forward(_conv3d, self, input, weight, bias)
+
+
+def _forward_transpose(
+    layer: Callable[..., Tensor], module: Any, x: Tensor, output_size: list[int] | None
+) -> Tensor:
+    dims = len(module.kernel_size)
+    geometry = (module.stride, module.padding, module.kernel_size, dims, module.dilation)
+    return layer(
+        x,
+        module.weight,
+        module.bias,
+        stride=module.stride,
+        padding=module.padding,
+        output_padding=module._output_padding(x, output_size, *geometry),
+        groups=module.groups,
+        dilation=module.dilation,
+    )
+
+
+@drop_in(spec.CONV_TRANSPOSE1D)
+class ConvTranspose1d(nn.ConvTranspose1d):
+    """As :class:`torch.nn.ConvTranspose1d`."""
+
+    def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
+        return _forward_transpose(conv_transpose1d, self, input, output_size)
+
+
+@drop_in(spec.CONV_TRANSPOSE2D)
+class ConvTranspose2d(nn.ConvTranspose2d):
+    """As :class:`torch.nn.ConvTranspose2d`."""
+
+    def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
+        return _forward_transpose(conv_transpose2d, self, input, output_size)
+
+
+@drop_in(spec.CONV_TRANSPOSE3D)
+class ConvTranspose3d(nn.ConvTranspose3d):
+    """As :class:`torch.nn.ConvTranspose3d`."""
+
+    def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
+        return _forward_transpose(conv_transpose3d, self, input, output_size)

@@ -1,0 +1,44 @@
+"""What makes a class a drop-in: which stock module it stands for, with which rows."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import TypeVar
+
+from torch import nn
+
+from ..spec import Layer
+
+M = TypeVar("M", bound=type[nn.Module])
+
+#: The drop-ins of each stock class; the first is the default.
+DROP_INS: dict[type[nn.Module], list[type[nn.Module]]] = {}
+#: The rows that a drop-in may run (BatchNorm has one per mode), and its stock class.
+ROWS: dict[type[nn.Module], tuple[Layer, ...]] = {}
+STOCK: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def drop_in(*rows: Layer) -> Callable[[M], M]:
+    """Class decorator: the class replaces its base class wherever a model has exactly that.
+
+    A drop-in adds no state to its base, so that swapping ``__class__`` converts an instance. Its
+    ``repr`` shows the package. ``torch.jit.script`` compiles the stock module in its place.
+    """
+
+    def register(cls: M) -> M:
+        (stock,) = cls.__bases__
+        DROP_INS.setdefault(stock, []).append(cls)
+        ROWS[cls] = rows
+        STOCK[cls] = stock
+
+        def __prepare_scriptable__(self: nn.Module) -> nn.Module:
+            plain = copy.copy(self)
+            plain.__class__ = stock
+            return plain
+
+        cls._get_name = lambda self: f"memsave.{cls.__name__}"  # type: ignore[method-assign]
+        cls.__prepare_scriptable__ = __prepare_scriptable__  # type: ignore[attr-defined]
+        return cls
+
+    return register

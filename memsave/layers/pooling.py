@@ -1,0 +1,203 @@
+"""Max pooling, which keeps the place of each maximum in its window.
+
+Index legend: a place is an index in the input's spatial axes, flattened (what torch returns as
+int64 ``indices``); an offset is an index in the window, flattened.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .. import spec
+from ..function import Grads, Mask, Saved, Shapes, define
+from .shape import Ints, channels_last, per_axis
+from .module import drop_in
+
+MAX_POOL = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
+OFFSET = {8: torch.uint8, 16: torch.int16, 32: torch.int32}
+
+
+class Window:
+    """Where each output's window lies: one value per spatial axis throughout.
+
+    Args:
+        inputs, outputs: Spatial sizes of the input and of the output.
+        kernel_size, stride, padding, dilation: As in :func:`torch.nn.functional.max_pool2d`.
+    """
+
+    def __init__(
+        self,
+        inputs: Sequence[int],
+        outputs: Sequence[int],
+        kernel_size: Ints,
+        stride: Ints | None,
+        padding: Ints,
+        dilation: Ints,
+    ) -> None:
+        dims = len(inputs)
+        self.inputs = inputs
+        self.kernel = per_axis(kernel_size, dims)
+        self.dilation = per_axis(dilation, dims)
+        steps, pads = per_axis(stride or kernel_size, dims), per_axis(padding, dims)
+        #: First place of each window per axis, shaped to broadcast over the outputs.
+        self.starts = [
+            (torch.arange(outputs[axis]) * steps[axis] - pads[axis]).view(
+                -1, *[1] * (dims - 1 - axis)
+            )
+            for axis in range(dims)
+        ]
+
+    def offsets(self, places: Tensor) -> Tensor:
+        """Place of each maximum -> its offset."""
+        if math.prod(self.inputs) < 2**31:
+            places = places.to(torch.int32)  # which divides faster
+        offsets = torch.zeros((), dtype=places.dtype, device=places.device)
+        unit = 1
+        for axis in reversed(range(len(self.inputs))):
+            size, step = self.inputs[axis], self.dilation[axis]
+            rest = places.div(size, rounding_mode="floor") if axis else 0
+            inside = places - rest * size - self.starts[axis].to(places)
+            if step > 1:
+                inside = inside.div_(step, rounding_mode="floor")
+            offsets = inside.mul_(unit).add_(offsets)
+            unit *= self.kernel[axis]
+            places = rest  # type: ignore[assignment]
+        return offsets
+
+    def places(self, offsets: Tensor) -> Tensor:
+        """The inverse: a table over the window, plus the place where each window starts."""
+        table = first = torch.zeros((), dtype=torch.int64)
+        for axis, size in enumerate(self.inputs):
+            step = torch.arange(self.kernel[axis]) * self.dilation[axis]
+            table = (table * size)[..., None] + step
+            first = first * size + self.starts[axis]
+        device = offsets.device
+        return table.reshape(-1).to(device).take(offsets.long()).add_(first.to(device))
+
+
+def _fwd(
+    dims: int, wrt: Mask, x: Tensor, *, kernel_size: Ints, **options: Any
+) -> tuple[Any, dict[str, Tensor]]:
+    y, places = MAX_POOL[dims](x, kernel_size, **{**options, "return_indices": True})
+    window = _window(dims, x.shape, y.shape, kernel_size=kernel_size, **options)
+    dtype = OFFSET[spec.offset_bits(window.kernel)]
+    extras = {"offsets": window.offsets(places).to(dtype)}
+    return ((y, places) if options.get("return_indices") else y), extras
+
+
+def _bwd(dims: int, g: Tensor, wrt: Mask, saved: Saved, shapes: Shapes, **options: Any) -> Grads:
+    like = shapes["x"]
+    assert like is not None
+    places = _window(dims, like.shape, g.shape, **options).places(saved["offsets"])
+    inputs = like.shape[-dims:]
+    # Scatter along one flat axis of places; windows that overlap add up. The channels stay the
+    # last axis where they are stored so.
+    if channels_last(like, dims):
+        flat = g.movedim(1, -1).flatten(1, -2)
+        dx = flat.new_zeros(like.shape[0], math.prod(inputs), like.shape[1])
+        dx.scatter_add_(1, places.movedim(1, -1).flatten(1, -2), flat)
+        return {"x": dx.unflatten(1, inputs).movedim(-1, 1)}
+    flat = g.flatten(-dims)
+    dx = flat.new_zeros(*like.shape[:-dims], math.prod(inputs))
+    dx.scatter_add_(-1, places.flatten(-dims), flat)
+    return {"x": dx.unflatten(-1, inputs)}
+
+
+def _window(
+    dims: int,
+    x: torch.Size,
+    y: torch.Size,
+    *,
+    kernel_size: Ints,
+    stride: Ints | None = None,
+    padding: Ints = 0,
+    dilation: Ints = 1,
+    ceil_mode: bool = False,
+    return_indices: bool = False,
+) -> Window:
+    return Window(x[-dims:], y[-dims:], kernel_size, stride, padding, dilation)
+
+
+# torch.compile keeps int8 offsets by itself.
+_max_pool1d, _max_pool2d, _max_pool3d = (
+    define(row, MAX_POOL[dims], partial(_bwd, dims), partial(_fwd, dims), compiled=False)
+    for dims, row in ((1, spec.MAX_POOL1D), (2, spec.MAX_POOL2D), (3, spec.MAX_POOL3D))
+)
+
+
+def _functional(layer: Callable[..., Any], dims: int) -> Callable[..., Any]:
+    def max_pool(
+        input: Tensor,
+        kernel_size: Ints,
+        stride: Ints | None = None,
+        padding: Ints = 0,
+        dilation: Ints = 1,
+        ceil_mode: bool = False,
+        return_indices: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        return layer(
+            input,
+            kernel_size=kernel_size,
+            stride=stride,
+            padding=padding,
+            dilation=dilation,
+            ceil_mode=ceil_mode,
+            return_indices=return_indices,
+        )
+
+    name = f"max_pool{dims}d"
+    max_pool.__name__ = max_pool.__qualname__ = name
+    max_pool.__doc__ = f"""As :func:`torch.nn.functional.{name}`.
+
+    Keeps one byte per output element (two where a window has over 256 places), not the input.
+    Shapes, dtypes and errors are those of the stock function.
+    """
+    return max_pool
+
+
+max_pool1d = _functional(_max_pool1d, 1)
+max_pool2d = _functional(_max_pool2d, 2)
+max_pool3d = _functional(_max_pool3d, 3)
+
+
+def _forward(layer: Callable[..., Any], module: Any, input: Tensor) -> Any:
+    return layer(
+        input,
+        module.kernel_size,
+        module.stride,
+        module.padding,
+        module.dilation,
+        ceil_mode=module.ceil_mode,
+        return_indices=module.return_indices,
+    )
+
+
+@drop_in(spec.MAX_POOL1D)
+class MaxPool1d(nn.MaxPool1d):
+    """As :class:`torch.nn.MaxPool1d`. Keeps one byte per output element."""
+
+    def forward(self, input: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        return _forward(max_pool1d, self, input)
+
+
+@drop_in(spec.MAX_POOL2D)
+class MaxPool2d(nn.MaxPool2d):
+    """As :class:`torch.nn.MaxPool2d`. Keeps one byte per output element."""
+
+    def forward(self, input: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        return _forward(max_pool2d, self, input)
+
+
+@drop_in(spec.MAX_POOL3D)
+class MaxPool3d(nn.MaxPool3d):
+    """As :class:`torch.nn.MaxPool3d`. Keeps one byte per output element."""
+
+    def forward(self, input: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        return _forward(max_pool3d, self, input)
