@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import functional, nn, spec
-    from .convert import Coverage, convert, coverage, revert
-    from .report import Report, report
+    from ._convert import Coverage, convert, coverage, revert
+    from ._report import Report, report
 
 __version__ = "0.1.0"
 __all__ = [
@@ -27,29 +27,27 @@ __all__ = [
     "spec",
 ]
 
+# Where each public name lives. (The files of functions are private: a submodule called "convert"
+# would hide the function as soon as anything imports it.)
 _HOMES = {
-    "Coverage": "convert",
-    "Report": "report",
-    "convert": "convert",
-    "coverage": "convert",
-    "functional": "",
-    "nn": "",
-    "report": "report",
-    "revert": "convert",
-    "spec": "",
+    "Coverage": "_convert",
+    "Report": "_report",
+    "convert": "_convert",
+    "coverage": "_convert",
+    "report": "_report",
+    "revert": "_convert",
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if name != "spec":
-        _require_torch()
-    home = _HOMES[name]
-    module = importlib.import_module(f".{home or name}", __name__)
-    # A submodule of the same name (convert, report) is set on the package by its import: the
-    # public function takes its place.
-    value = getattr(module, name) if home else module
+    if name == "spec":
+        return importlib.import_module(".spec", __name__)
+    _require_torch()
+    if name not in _HOMES:
+        return importlib.import_module(f".{name}", __name__)
+    value = getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
     globals()[name] = value
     return value
 

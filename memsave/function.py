@@ -92,7 +92,8 @@ def define(
             by itself from the stock op.
 
     Returns:
-        A function of the row's arguments (positional, ``None`` where absent) and options (keywords).
+        A function of the row's arguments (positional, ``None`` where absent) and its options
+        (keywords).
     """
     if row.extras and fwd is None:
         raise ValueError(f"row {row.name!r} has extras, so its rule needs a fwd")
@@ -227,7 +228,7 @@ def _stock_only(rule: Rule, args: tuple[Any, ...], options: Mapping[str, Any]) -
     return (
         torch._C._are_functorch_transforms_active()
         or forward_ad._current_level >= 0
-        or torch.jit.is_tracing()
+        or torch._C._get_tracing_state() is not None
         or torch.compiler.is_exporting()
         or not all(arg is None or _plain(arg) for arg in args)
     )

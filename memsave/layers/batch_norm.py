@@ -45,7 +45,7 @@ def _fwd_train(
         return _primal_train(x, *args, momentum=momentum, eps=eps), {}  # raises stock's error
     running_mean, running_var, weight, bias = args
     # The op inside torch.batch_norm, which also returns the statistics.
-    y, mean, rstd, *_ = torch._batch_norm_impl_index(
+    y, mean, rstd, *_ = torch.ops.aten._batch_norm_impl_index(
         x, weight, bias, running_mean, running_var, True, momentum, eps,
         torch.backends.cudnn.enabled,
     )  # fmt: skip

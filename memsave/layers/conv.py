@@ -227,8 +227,15 @@ def _functional(layer: Callable[..., Tensor], dims: int) -> Callable[..., Tensor
         dilation: Ints = 1,
         groups: int = 1,
     ) -> Tensor:
-        options = dict(stride=stride, padding=padding, dilation=dilation, groups=groups)
-        return layer(input, weight, bias, **options)
+        return layer(
+            input,
+            weight,
+            bias,
+            stride=stride,
+            padding=padding,
+            dilation=dilation,
+            groups=groups,
+        )
 
     return _named(conv, f"conv{dims}d")
 
@@ -244,8 +251,16 @@ def _functional_transpose(layer: Callable[..., Tensor], dims: int) -> Callable[.
         groups: int = 1,
         dilation: Ints = 1,
     ) -> Tensor:
-        options = dict(stride=stride, padding=padding, output_padding=output_padding)
-        return layer(input, weight, bias, **options, groups=groups, dilation=dilation)
+        return layer(
+            input,
+            weight,
+            bias,
+            stride=stride,
+            padding=padding,
+            output_padding=output_padding,
+            groups=groups,
+            dilation=dilation,
+        )
 
     return _named(conv_transpose, f"conv_transpose{dims}d")
 

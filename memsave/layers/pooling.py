@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from .. import spec
 from ..function import Grads, Mask, Saved, Shapes, define
-from .shape import Ints, channels_last, per_axis
 from .module import drop_in
+from .shape import Ints, channels_last, per_axis
 
-MAX_POOL = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
+MAX_POOL: dict[int, Callable[..., Any]] = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
 OFFSET = {8: torch.uint8, 16: torch.int16, 32: torch.int32}
 
 
