@@ -52,7 +52,7 @@ class Rule(NamedTuple):
 
 
 class Call(NamedTuple):
-    """One call of a layer, as :func:`observe` reports it."""
+    """One call of a layer, as :func:`observe` reports it, with its arguments, ``y`` and extras."""
 
     row: Layer
     wrt: Mask
@@ -111,27 +111,29 @@ def define(
         compiled,
     )
     RULES[row.name] = rule
+    return differentiable(rule)
+
+
+def differentiable(rule: Rule) -> Callable[..., Any]:
+    """The differentiable function of a rule (see :func:`define`)."""
+    row, primal, stock_keeps = rule.row, rule.primal, rule.stock_keeps
     function = _function(rule)
     names = tuple(row.args)
-    differentiable = tuple(row.reads)
 
     def layer(*args: Any, **options: Any) -> Any:
-        wrt = _mask(names, differentiable, args) if torch.is_grad_enabled() else None
+        wrt = _mask(names, row.reads, args) if torch.is_grad_enabled() else None
         if not wrt or _stock_only(rule, args, options):
             return primal(*args, **options)
         if stock_keeps is not None and tuple(stock_keeps(wrt, **options)) == row.saves(wrt):
             y = primal(*args, **options)
-        elif autocast and _autocast_dtype(args) is not None:
+            _notify(row, wrt, {**dict(zip(names, args, strict=True)), "y": _first(y)}, options)
+        elif rule.autocast and _autocast_dtype(args) is not None:
             device = args[0].device.type
             cast = _autocast(args)
             with torch.autocast(device, enabled=False):
                 y = function.apply(wrt, options, *cast)
         else:
             y = function.apply(wrt, options, *args)
-        if _observer is not None:
-            _observer(
-                Call(row, wrt, {**dict(zip(names, args, strict=True)), "y": _first(y)}, options)
-            )
         return y
 
     layer.__name__ = layer.__qualname__ = row.name
@@ -158,6 +160,7 @@ def _function(rule: Rule) -> type[Function]:
         }
         if row.inplace and options.get("inplace"):
             ctx.mark_dirty(args[0])
+        _notify(row, wrt, residuals, options)
         if isinstance(result, tuple):
             ctx.mark_non_differentiable(*result[1:])
         return result
@@ -206,16 +209,23 @@ def observe(observer: Callable[[Call], None]) -> Iterator[None]:
         _observer = before
 
 
+def _notify(
+    row: Layer, wrt: Mask, arrays: Mapping[str, Tensor | None], options: Mapping[str, Any]
+) -> None:
+    if _observer is not None:
+        _observer(Call(row, wrt, arrays, options))
+
+
 def _first(y: Any) -> Tensor:
     return y[0] if isinstance(y, tuple) else y
 
 
-def _mask(names: tuple[str, ...], differentiable: tuple[str, ...], args: tuple[Any, ...]) -> Mask:
+def _mask(names: tuple[str, ...], reads: Mapping[str, Any], args: tuple[Any, ...]) -> Mask:
     return frozenset(
         [
             name
             for name, arg in zip(names, args, strict=True)
-            if name in differentiable and isinstance(arg, Tensor) and arg.requires_grad
+            if name in reads and isinstance(arg, Tensor) and arg.requires_grad
         ]
     )
 

@@ -199,7 +199,8 @@ class Layer:
         declared = {**self.args, "y": self.y, **{n: e.axes for n, e in self.extras.items()}}
         for name, axes in declared.items():
             shape = shapes.get(name)
-            if shape is None:
+            bound = all(_axis(token) in sizes for token in axes.split())
+            if shape is None or (name in self.extras and bound):
                 continue
             for axis, size in _assign(axes, tuple(shape), options, f"{self.name}: {name}").items():
                 if sizes.setdefault(axis, size) != size:
@@ -207,6 +208,11 @@ class Layer:
                         f"{self.name}: axis {axis!r} is {sizes[axis]} and, in {name!r}, {size}"
                     )
         return sizes
+
+
+def _axis(token: str) -> str:
+    """The axis that ``*n`` or ``i/groups`` is about."""
+    return token.lstrip("*").partition("/")[0]
 
 
 def _assign(axes: str, shape: Shape, options: Mapping[str, Any], what: str) -> dict[str, Shape]:
@@ -232,8 +238,8 @@ def _assign(axes: str, shape: Shape, options: Mapping[str, Any], what: str) -> d
 def _shape(axes: str, sizes: Mapping[str, Shape], options: Mapping[str, Any]) -> Shape:
     shape: Shape = ()
     for token in axes.split():
-        axis, _, option = token.lstrip("*").partition("/")
-        size = sizes[axis]
+        option = token.partition("/")[2]
+        size = sizes[_axis(token)]
         shape += tuple(s // options.get(option, 1) for s in size) if option else size
     return shape
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from torch import nn
+from torch import fx, nn
 
 from ..spec import Layer
 
@@ -23,7 +23,8 @@ def drop_in(*rows: Layer) -> Callable[[M], M]:
     """Class decorator: the class replaces its base class wherever a model has exactly that.
 
     A drop-in adds no state to its base, so that swapping ``__class__`` converts an instance. Its
-    ``repr`` shows the package. ``torch.jit.script`` compiles the stock module in its place.
+    ``repr`` shows the package. ``torch.jit.script`` compiles the stock module in its place, and
+    ``torch.fx`` traces a call of it as it does one of the stock module: as one node.
     """
 
     def register(cls: M) -> M:
@@ -37,8 +38,25 @@ def drop_in(*rows: Layer) -> Callable[[M], M]:
             plain.__class__ = stock
             return plain
 
+        def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            # A tracer of torch.fx takes modules of torch.nn for leaves, and looks into others.
+            input = args[0] if args else kwargs.get("input")
+            if isinstance(input, fx.Proxy):
+                return input.tracer.call_module(self, _node(self, input.tracer), args, kwargs)
+            return super(cls, self).__call__(*args, **kwargs)
+
+        cls.__call__ = __call__  # type: ignore[method-assign]
         cls._get_name = lambda self: f"memsave.{cls.__name__}"  # type: ignore[method-assign]
         cls.__prepare_scriptable__ = __prepare_scriptable__  # type: ignore[attr-defined]
         return cls
 
     return register
+
+
+def _node(module: nn.Module, tracer: Any) -> Callable[..., fx.Proxy]:
+    """What a tracer does for a leaf."""
+
+    def node(*args: Any, **kwargs: Any) -> fx.Proxy:
+        return tracer.create_proxy("call_module", tracer.path_of_module(module), args, kwargs)
+
+    return node
