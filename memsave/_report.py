@@ -150,7 +150,8 @@ class Recorder(TorchFunctionMode):
         frame = self._frames[-1]
         is_input = storage_key(tensor) in frame.inputs
         self._count += 1
-        held = Held(tensor, self._count, frame.module, self._op, is_input)
+        # Detached: an output would hold the node that holds it, and the graph would never die.
+        held = Held(tensor.detach(), self._count, frame.module, self._op, is_input)
         self._held.add(held)
         frame.held.append(weakref.ref(held))
         return held
@@ -493,9 +494,7 @@ def _row(
         reason = "; ".join(dict.fromkeys(call.row.reason(call.wrt) for call in calls))
     else:
         ops = [op for op, size in converted.ops.get(name, {}).items() if size]
-        reason = (
-            f"not in the table; kept by {', '.join(ops)}" if ops else "keeps nothing of its own"
-        )
+        reason = f"not in the table: {', '.join(ops)}" if ops else "keeps nothing of its own"
     return Row(
         name,
         type(modules[name]).__name__,

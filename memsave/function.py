@@ -147,8 +147,13 @@ def _function(rule: Rule) -> type[Function]:
     names = tuple(row.args)
 
     def forward(ctx: FunctionCtx, wrt: Mask, options: dict[str, Any], *args: Any) -> Any:
+        inplace = row.inplace and options.get("inplace")
         result, extras = rule.fwd(wrt, *args, **options)
         y = _first(result)
+        if not inplace and not torch.compiler.is_compiling() and y._is_view():
+            # Of a batch of one, say. The user may overwrite y, but not a view made in here.
+            y = y.data
+            result = (y, *result[1:]) if isinstance(result, tuple) else y
         arrays = {**dict(zip(names, args, strict=True)), "y": y}
         residuals = {**arrays, **extras}
         ctx.set_materialize_grads(False)
@@ -158,7 +163,7 @@ def _function(rule: Rule) -> type[Function]:
         ctx.shapes = {  # type: ignore[attr-defined]
             name: None if array is None else Like.of(array) for name, array in arrays.items()
         }
-        if row.inplace and options.get("inplace"):
+        if inplace:
             ctx.mark_dirty(args[0])
         _notify(row, wrt, residuals, options)
         if isinstance(result, tuple):
@@ -253,6 +258,16 @@ def _plain(arg: Any) -> bool:
     ):
         return False
     return arg.layout is torch.strided and not (arg.is_complex() or arg.is_nested)
+
+
+def is_plain_gradient(g: Tensor) -> bool:
+    """Whether ``bwd`` may do to ``g`` what has no derivative and no rule for vmap."""
+    return (
+        type(g) is Tensor
+        and not g.requires_grad
+        and not torch._C._functorch.is_legacy_batchedtensor(g)  # is_grads_batched
+        and not torch._C._functorch.is_functorch_wrapped_tensor(g)
+    )
 
 
 def _amp_enabled(device: str) -> bool:

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import kernels, spec
-from ..function import Grads, Mask, Saved, Shapes, define
+from ..function import Grads, Mask, Saved, Shapes, define, is_plain_gradient
 from ..kernels.reference import Like
 from .module import drop_in
 
@@ -21,16 +21,11 @@ def _select(g: Tensor, bits: Tensor, like: Like) -> Tensor:
     torch's ``where`` on CPU costs four times as much as this bitwise "and", which has no
     derivative, however.
     """
-    if torch.compiler.is_compiling() or g.requires_grad or type(g) is not Tensor or _batched():
+    if torch.compiler.is_compiling() or not is_plain_gradient(g):
         return torch.where(kernels.unpack(bits, like, True, torch.bool), g, 0.0)
     integer = BITS[g.itemsize]
     ones = kernels.unpack(bits, like, -1, integer)
     return ones.bitwise_and_(g.view(integer)).view(g.dtype)
-
-
-def _batched() -> bool:
-    """Whether backward runs under vmap (``is_grads_batched``)."""
-    return torch._C._are_functorch_transforms_active()
 
 
 def _relu_primal(x: Tensor, *, inplace: bool = False) -> Tensor:

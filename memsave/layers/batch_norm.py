@@ -62,7 +62,15 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def _zeros(g: Tensor, wrt: Mask, shapes: Shapes) -> Grads:
+    """The gradients of an empty batch, on which ``native_batch_norm_backward`` divides by zero."""
+    likes = {name: shapes[name] for name in wrt}
+    return {name: g.new_zeros(like.shape, dtype=like.dtype) for name, like in likes.items() if like}
+
+
 def _bwd_eval(g: Tensor, wrt: Mask, saved: Saved, shapes: Shapes, *, eps: float) -> Grads:
+    if not g.numel():
+        return _zeros(g, wrt, shapes)
     grads = {}
     if "x" in wrt:
         wide = _wide(g.dtype)
@@ -85,20 +93,24 @@ def _bwd_eval(g: Tensor, wrt: Mask, saved: Saved, shapes: Shapes, *, eps: float)
 def _bwd_train(
     g: Tensor, wrt: Mask, saved: Saved, shapes: Shapes, *, momentum: float, eps: float
 ) -> Grads:
-    grads: Grads = {}
-    if wrt & {"x", "weight"}:
-        weight = saved["weight"] if "x" in wrt else None
-        mask = ["x" in wrt, "weight" in wrt, False]
-        # Stock's op: its own derivative accounts for mean and rstd being functions of x.
-        dx, dweight, _ = torch.ops.aten.native_batch_norm_backward(
-            g, saved["x"], weight, None, None, saved["mean"], saved["rstd"], True, eps, mask
-        )
-        grads = {"x": dx, "weight": dweight}
-        if "weight" in wrt:
-            grads["weight"] = dweight.to(shapes["weight"].dtype)  # type: ignore[union-attr]
-    if "bias" in wrt:
-        grads["bias"] = _bias_gradient(g, shapes)
-    return grads
+    if not g.numel():
+        return _zeros(g, wrt, shapes)
+    if wrt == {"bias"}:
+        return {"bias": _bias_gradient(g, shapes)}
+    weight = saved["weight"] if "x" in wrt else None
+    mask = [name in wrt for name in ("x", "weight", "bias")]
+    # Stock's op: its own derivative accounts for mean and rstd being functions of x.
+    dx, dweight, dbias = torch.ops.aten.native_batch_norm_backward(
+        g, saved["x"], weight, None, None, saved["mean"], saved["rstd"], True, eps, mask
+    )
+    return _cast({"x": dx, "weight": dweight, "bias": dbias}, wrt, shapes)
+
+
+def _cast(grads: dict[str, Tensor | None], wrt: Mask, shapes: Shapes) -> Grads:
+    """The wanted gradients in the dtypes of their arguments; ``None`` for the weight, where it is
+    not read, leaves the kernel to choose.
+    """
+    return {name: grads[name].to(shapes[name].dtype) for name in wrt}  # type: ignore[union-attr]
 
 
 def _stock_keeps_eval(wrt: Mask, **_: Any) -> tuple[str, ...]:

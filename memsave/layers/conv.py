@@ -166,11 +166,11 @@ def _conv_stock_keeps(
 ) -> tuple[str, ...]:
     if padding_mode != "zeros" or padding == "same":
         return ("a padded copy of x", "weight")
-    return _conv_transpose_stock_keeps(wrt)
+    return ("x", "weight")
 
 
 def _conv_transpose_stock_keeps(wrt: Mask, **_: Any) -> tuple[str, ...]:
-    return ("x", "weight") if wrt & {"x", "weight"} else ()
+    return ("x", "weight")
 
 
 def _conv_primal(dims: int) -> Callable[..., Tensor]:

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import kernels, spec
-from ..function import Grads, Mask, Saved, Shapes, define
+from ..function import Grads, Mask, Saved, Shapes, define, is_plain_gradient
 from ..kernels.reference import Like
 from .module import drop_in
 
@@ -48,9 +48,7 @@ def _fwd(
 
 def _apply(g: Tensor, noise: Tensor) -> Tensor:
     """``g * noise``, in the place of ``noise`` unless it is to be differentiated."""
-    if g.requires_grad or type(g) is not Tensor or torch._C._are_functorch_transforms_active():
-        return g * noise
-    return noise.mul_(g)
+    return noise.mul_(g) if is_plain_gradient(g) else g * noise
 
 
 def _bwd(

@@ -96,18 +96,18 @@ def _bwd(dims: int, g: Tensor, wrt: Mask, saved: Saved, shapes: Shapes, **option
     like = shapes["x"]
     assert like is not None
     places = _window(dims, like.shape, g.shape, **options).places(saved["offsets"])
-    inputs = like.shape[-dims:]
+    inputs, outputs = like.shape[-dims:], g.shape[-dims:]
     # Scatter along one flat axis of places; windows that overlap add up. The channels stay the
     # last axis where they are stored so.
     if channels_last(like, dims):
-        flat = g.movedim(1, -1).flatten(1, -2)
+        flat = g.movedim(1, -1).reshape(g.shape[0], math.prod(outputs), g.shape[1])
         dx = flat.new_zeros(like.shape[0], math.prod(inputs), like.shape[1])
         dx.scatter_add_(1, places.movedim(1, -1).flatten(1, -2), flat)
-        return {"x": dx.unflatten(1, inputs).movedim(-1, 1)}
-    flat = g.flatten(-dims)
+        return {"x": dx.view(dx.shape[0], *inputs, dx.shape[-1]).movedim(-1, 1)}
+    flat = g.reshape(*g.shape[:-dims], math.prod(outputs))
     dx = flat.new_zeros(*like.shape[:-dims], math.prod(inputs))
     dx.scatter_add_(-1, places.flatten(-dims), flat)
-    return {"x": dx.unflatten(-1, inputs)}
+    return {"x": dx.view(like.shape)}
 
 
 def _window(

@@ -1,0 +1,205 @@
+"""What several test files share: small inputs for any row, small models, and comparisons."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+import memsave.nn
+from memsave.function import RULES, differentiable
+from memsave.layers.module import DROP_INS
+from memsave.spec import TABLE, Layer
+
+SIZE = 4  # of every axis but those of batches and kernels
+
+every_row = pytest.mark.parametrize("row", TABLE.values(), ids=list(TABLE))
+every_class = pytest.mark.parametrize("cls", DROP_INS, ids=lambda cls: cls.__name__)
+
+# Values for the constructor arguments that have no default.
+REQUIRED = {
+    "in_channels": SIZE,
+    "out_channels": SIZE,
+    "in_features": SIZE,
+    "out_features": SIZE,
+    "num_features": SIZE,
+    "num_channels": SIZE,
+    "num_groups": 2,
+    "normalized_shape": SIZE,
+    "kernel_size": 2,
+    "output_size": 2,
+    "padding": 1,
+}
+
+
+def ours(row: Layer) -> Callable[..., Any]:
+    """The differentiable function of a row."""
+    return differentiable(RULES[row.name])
+
+
+def stock(row: Layer) -> Callable[..., Any]:
+    """What the row must agree with."""
+    return RULES[row.name].primal
+
+
+def options(row: Layer) -> dict[str, Any]:
+    """The default of each static option."""
+    return {name: values[0] for name, values in row.options.items()}
+
+
+def inputs(
+    row: Layer, wrt: frozenset[str] | None = None, dtype: torch.dtype = torch.float64
+) -> dict[str, Tensor]:
+    """The same small arguments at each call; ``wrt`` (default: all) want a gradient."""
+    wrt = frozenset(row.reads) if wrt is None else wrt
+    generator = torch.Generator().manual_seed(0)
+    args = {}
+    for name, axes in row.args.items():
+        value = torch.randn(_shape(axes, name == next(iter(row.args))), generator=generator)
+        value = value if name in row.reads else value.abs() + 0.5
+        args[name] = value.to(dtype).requires_grad_(name in wrt)
+    return args
+
+
+def _shape(axes: str, is_input: bool) -> tuple[int, ...]:
+    tokens = axes.split()
+    spatial = sum(token in ("l", "h", "w", "d") for token in tokens)
+    rank = (2 + spatial if spatial else 4) if is_input else len(tokens)
+    spare = rank - len(tokens) + 1
+    sizes = [[SIZE] * spare if t[0] == "*" else [2 if t in ("kl", "kh", "kw", "kd") else SIZE]
+             for t in tokens]  # fmt: skip
+    flat = [size for group in sizes for size in group]
+    return (2, *flat[1:]) if tokens[0].lstrip("*") == "n" else tuple(flat)
+
+
+def first(y: Any) -> Tensor:
+    """The differentiable output."""
+    return y[0] if isinstance(y, tuple) else y
+
+
+def cotangent(y: Tensor) -> Tensor:
+    """The same gradient of ``y`` at each call, laid out as ``y`` is."""
+    generator = torch.Generator().manual_seed(1)
+    return torch.empty_like(y).copy_(torch.randn(y.shape, generator=generator))
+
+
+def outcome(function: Callable[..., Any], args: Sequence[Any], **options: Any) -> list[Tensor]:
+    """``y`` and the gradient of each argument that wants one, with the same random numbers."""
+    torch.manual_seed(2)
+    y = first(function(*args, **options))
+    y.backward(cotangent(y))
+    return [y, *(arg.grad for arg in args if isinstance(arg, Tensor) and arg.requires_grad)]
+
+
+def attempt(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The result, or the type of the exception."""
+    try:
+        return function(*args, **kwargs)
+    except Exception as error:
+        return type(error)
+
+
+def same(actual: Any, expected: Any, *, layout: bool = False, **tolerance: float) -> None:
+    """Assert equal structure, shapes, dtypes and, within ``tolerance``, values."""
+    if isinstance(expected, type):
+        assert actual is expected
+        return
+    torch.testing.assert_close(actual, expected, equal_nan=True, check_stride=layout, **tolerance)
+
+
+def kept(run: Callable[[], Any], free: Sequence[Tensor] = ()) -> int:
+    """Bytes of the distinct storages that the graph of ``run()`` holds, ``free`` not counted."""
+    storages = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        storages[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        alive = run()  # so that no address is used twice
+    for tensor in free:
+        storages.pop(tensor.untyped_storage().data_ptr(), None)
+    del alive
+    return sum(storages.values())
+
+
+class ConvNet(nn.Module):
+    """One of each kind of layer of a convolutional network; input ``(n, 3, 8, 8)``."""
+
+    def __init__(self, p: float = 0.5) -> None:
+        super().__init__()
+        self.features = nn.Sequential(
+            nn.Conv2d(3, 8, 3, padding=1),
+            nn.BatchNorm2d(8),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(8, 8, 3, padding=1, padding_mode="reflect", groups=2),
+            nn.BatchNorm2d(8),
+            nn.ReLU(inplace=True),
+            nn.Dropout(p),
+            nn.ConvTranspose2d(8, 4, 2, stride=2),
+            nn.ReLU(),
+        )
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.features(x).mean((2, 3)))
+
+
+def pair(make: Callable[[], nn.Module], dtype: torch.dtype = torch.float64) -> list[nn.Module]:
+    """A stock model and a converted one with the same values."""
+    models = []
+    for change in (lambda model: model, memsave.convert):
+        torch.manual_seed(0)
+        models.append(change(make().to(dtype)))
+    return models
+
+
+def image(n: int = 2, dtype: torch.dtype = torch.float64) -> Tensor:
+    """An input of :class:`ConvNet` that wants a gradient."""
+    return (
+        torch.randn(n, 3, 8, 8, generator=torch.Generator().manual_seed(3))
+        .to(dtype)
+        .requires_grad_()
+    )
+
+
+def step(
+    run: Callable[..., Any], *args: Any, model: nn.Module | None = None
+) -> list[Tensor | None]:
+    """Forward and backward: ``y``, and the gradients of inputs and parameters that want one.
+
+    ``model`` has the parameters, if ``run`` is not a module.
+    """
+    model = run if model is None else model
+    parameters = model.parameters() if isinstance(model, nn.Module) else ()
+    wanted = [tensor for tensor in (*args, *parameters) if tensor.requires_grad]
+    for tensor in wanted:
+        tensor.grad = None
+    torch.manual_seed(2)
+    y = first(run(*args))
+    y.backward(cotangent(y))
+    return [y, *(tensor.grad for tensor in wanted)]
+
+
+def build(cls: type[nn.Module], **overrides: Any) -> nn.Module:
+    """A small float64 module of a stock class or drop-in, with the same values at each call."""
+    names = inspect.signature(cls).parameters.values()
+    required = {p.name: REQUIRED[p.name] for p in names if p.default is p.empty}
+    torch.manual_seed(0)
+    return cls(**{**required, **overrides}).double()
+
+
+def module_input(cls: type[nn.Module]) -> Tensor:
+    """An input of ``build(cls)`` that wants a gradient."""
+    suffix = cls.__name__[-2:]
+    dims = int(suffix[0]) if suffix in ("1d", "2d", "3d") else 2
+    shape = (2, *[SIZE] * (dims + 1))
+    generator = torch.Generator().manual_seed(4)
+    return torch.randn(shape, generator=generator).double().requires_grad_()

@@ -1,0 +1,176 @@
+"""What holds for every row, on every backend, under every mask; each property raises if not.
+
+``PROPERTIES`` says on which cases each is checked. ``test_properties`` checks them on the rows as
+they are, ``test_properties_can_fail`` on broken ones. All tolerances are here.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from backends import Array
+from strategies import Case, selects, wanted
+
+from memsave.spec import TABLE, Layer
+
+#: Largest difference of a gradient from stock's, as a part of the gradient's largest element (or
+#: of 1, where that is smaller: the values are of order 1). A few roundings.
+TOLERANCES = {
+    "torch.float64": 1e-13,
+    "torch.float32": 1e-5,
+    "torch.bfloat16": 4e-2,
+    "torch.float16": 4e-3,
+}
+
+
+def check_implemented(backend: Any, row: Layer) -> None:
+    """The backend has a rule for the row, and means this very row."""
+    assert backend.rows().get(row.name) == row, f"{backend} does not implement {row}"
+
+
+def check_output_equals_stock(backend: Any, row: Layer, case: Case) -> None:
+    """Outputs, and arguments afterwards, are those of stock to the bit, in the same layout."""
+    ours, stock = backend.run(row, case), backend.run(row, case, stock=True)
+    assert len(ours.outputs) == len(stock.outputs)
+    for mine, its in zip(ours.outputs, stock.outputs, strict=True):
+        _assert_same(mine, its)
+        assert mine.layout == its.layout
+    for name in stock.args:
+        _assert_same(ours.args[name], stock.args[name])
+    assert ours.drawn == stock.drawn, "drew other random numbers than stock"
+
+
+def check_gradient_equals_stock(backend: Any, row: Layer, case: Case) -> None:
+    """Gradients are those of stock: to the bit where they only select and scale."""
+    _assert_equal_gradients(
+        row, backend.run(row, case).grads, backend.run(row, case, stock=True).grads
+    )
+
+
+def check_fails_as_stock(backend: Any, row: Layer, case: Case) -> None:
+    """Forward raises stock's type of error, or returns stock's shapes and dtypes."""
+    ours, stock = backend.outcome(row, case), backend.outcome(row, case, stock=True)
+    assert ours == stock, f"{ours}, stock: {stock}"
+
+
+def check_keeps_what_the_table_says(backend: Any, row: Layer, case: Case) -> None:
+    """The saved tensors are the residuals of the row, to the bit."""
+    kept, predicted = backend.kept(row, case), backend.predicted(row, case)
+    assert kept == predicted, f"keeps {kept}, the table says {predicted}"
+
+
+def check_nothing_else_stays_alive(backend: Any, row: Layer, case: Case) -> None:
+    """Of all arrays that a call saw or made, the graph holds those that the row says."""
+    alive, predicted = backend.alive(row, case), backend.predicted(row, case)
+    assert alive.named.keys() <= predicted.named.keys(), f"alive: {alive}, not {predicted}"
+    assert Counter(alive.extras) <= Counter(predicted.extras), f"alive: {alive}, not {predicted}"
+
+
+def check_needs_everything_it_keeps(backend: Any, row: Layer, case: Case) -> None:
+    """A rule from which one residual is withheld fails with the name of it.
+
+    (That a stock op reads what it keeps is not ours to show.)
+    """
+    if not backend.has_backward(row):
+        return
+    for name in row.saves(case.wrt):
+        less = replace(
+            row,
+            reads={arg: tuple(n for n in read if n != name) for arg, read in row.reads.items()},
+            extras={n: extra for n, extra in row.extras.items() if n != name},
+        )
+        error = backend.changed(row, row=less, stock_keeps=None).error(less, case)
+        assert isinstance(error, backend.missing_residual), (
+            f"{row} keeps {name!r} for {sorted(case.wrt)} in vain; without it: {error}"
+        )
+        assert repr(name) in str(error)
+
+
+def check_smaller_mask_keeps_no_more(backend: Any, row: Layer, case: Case) -> None:
+    """Of two masks, one inside the other, the smaller one keeps no more: by table and measured."""
+    masks = [mask for mask in wanted(row) if mask <= case.wrt]
+    some = [replace(case, wrt=mask) for mask in masks]
+    for measure in (backend.predicted, backend.kept):
+        sizes = {one.wrt: measure(row, one).total() for one in some}
+        for small in masks:
+            for large in masks:
+                if small < large:
+                    assert sizes[small] <= sizes[large], f"{measure.__name__}: {sizes}"
+
+
+def check_rows_of_one_op_agree(backend: Any, row: Layer, case: Case) -> None:
+    """Rows of one op have the same outputs and the same gradients."""
+    results = [backend.run(other, case) for other in TABLE.values() if other.op == row.op]
+    for one, other in pairwise(results):
+        for mine, its in zip(one.outputs, other.outputs, strict=True):
+            _assert_same(mine, its)
+        _assert_equal_gradients(row, one.grads, other.grads)
+
+
+def check_backward_twice(backend: Any, row: Layer, case: Case) -> None:
+    """A second backward through the same graph gives the same."""
+    first, second = backend.run_twice(row, case)
+    for name in first:
+        _assert_same(first[name], second[name])
+
+
+def check_batched_backward(backend: Any, row: Layer, case: Case) -> None:
+    """Several incoming gradients at once give what they give one by one."""
+    batched, loop = backend.run_batched(row, case)
+    for name in loop:
+        _assert_close(batched[name], loop[name])
+
+
+def check_gradient(backend: Any, row: Layer, case: Case) -> None:
+    """The gradient is that of finite differences."""
+    backend.check_derivatives(row, case, order=1)
+
+
+def check_second_derivative(backend: Any, row: Layer, case: Case) -> None:
+    """The derivative of the gradient is that of finite differences."""
+    backend.check_derivatives(row, case, order=2)
+
+
+#: On which cases each property is checked (arguments of ``strategies.cases``).
+PROPERTIES: dict[Callable[..., None], dict[str, Any]] = {
+    check_output_equals_stock: {"special": True},
+    check_gradient_equals_stock: {"special": True},
+    check_keeps_what_the_table_says: {"empty": False},
+    check_nothing_else_stays_alive: {"empty": False},
+    check_needs_everything_it_keeps: {"empty": False},
+    check_smaller_mask_keeps_no_more: {},
+    check_rows_of_one_op_agree: {"special": True},
+    check_backward_twice: {"special": True},
+    check_batched_backward: {"dtypes": ("float64",)},
+}
+#: The same for those that are checked on every mask.
+DERIVATIVES: dict[Callable[..., None], dict[str, Any]] = {
+    check_gradient: {"dtypes": ("float64",), "largest": 3, "empty": False},
+    check_second_derivative: {"dtypes": ("float64",), "largest": 3, "empty": False},
+}
+
+
+def _assert_equal_gradients(row: Layer, ours: dict[str, Array], its: dict[str, Array]) -> None:
+    assert ours.keys() == its.keys()
+    for name in ours:
+        (_assert_same if selects(row) else _assert_close)(ours[name], its[name])
+
+
+def _assert_same(ours: Array, its: Array) -> None:
+    """Equal to the bit, except that one nan is as good as another."""
+    assert (ours.dtype, ours.shape) == (its.dtype, its.shape)
+    number = ~np.isnan(its.values)
+    assert np.array_equal(ours.values, its.values, equal_nan=True), f"{ours}, not {its}"
+    assert np.array_equal(np.signbit(ours.values)[number], np.signbit(its.values)[number])
+
+
+def _assert_close(ours: Array, its: Array) -> None:
+    assert (ours.dtype, ours.shape) == (its.dtype, its.shape)
+    scale = np.abs(its.values).max(initial=1.0)
+    error = np.abs(ours.values - its.values).max(initial=0.0)
+    assert error <= TOLERANCES[its.dtype] * scale, f"off by {error}: {ours}, not {its}"

@@ -1,0 +1,183 @@
+"""Cases of a row, drawn from the row itself: nothing here names a layer.
+
+Conventions of the table that it relies on: an axis ``kh`` is that of a kernel which slides along
+``h``; an argument whose name ends in ``var`` is positive.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+
+from memsave.spec import TABLE, Layer, Shape
+
+DTYPES = ("float64", "float32", "bfloat16", "float16")
+LAYOUTS = ("contiguous", "channels_last", "transposed", "strided")
+SPECIAL = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, 1.0, -1.0])
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of a layer, in terms of no framework.
+
+    Args:
+        shapes, dtypes: Of every argument; the shape is ``None`` where it is absent.
+        options: The static options.
+        wrt: The arguments whose gradient is wanted.
+        layout, g_layout: How the arguments, and the incoming gradient, lie in memory.
+        special: Whether values include signed zeros, infinities and nan.
+        seed: Of the values and of what the layer itself draws.
+    """
+
+    shapes: Mapping[str, Shape | None]
+    dtypes: Mapping[str, str]
+    options: Mapping[str, Any]
+    wrt: frozenset[str]
+    layout: str = "contiguous"
+    g_layout: str = "contiguous"
+    special: bool = False
+    seed: int = 0
+
+    def values(self, name: str, shape: Shape) -> np.ndarray:
+        """The values of an argument: distinct and not zero (no kinks), or special."""
+        random = np.random.default_rng([self.seed, zlib.crc32(name.encode())])
+        if self.special:
+            return random.choice(SPECIAL, size=shape)
+        size = max(1, math.prod(shape))
+        values = random.permutation(size)[: math.prod(shape)].reshape(shape)
+        values = (values + 0.25) / size * 4 - 2
+        return np.abs(values) + 0.5 if name.endswith("var") else values
+
+
+def selects(row: Layer) -> bool:
+    """Whether the gradient only selects and scales, so that inf and nan have one right answer.
+
+    True where some row of the op keeps no floats: nothing but extras of so many bits.
+    """
+    return any(
+        all(name in other.extras and other.extras[name].bits for name in other.saves(mask))
+        for other in TABLE.values()
+        if other.op == row.op
+        for mask in [frozenset(other.args)]
+        if mask in other.masks()
+    )
+
+
+def wanted(row: Layer) -> list[frozenset[str]]:
+    """The masks that want a gradient."""
+    return [mask for mask in row.masks() if mask]
+
+
+@st.composite
+def cases(
+    draw: st.DrawFn,
+    row: Layer,
+    *,
+    wrt: frozenset[str] | None = None,
+    dtypes: tuple[str, ...] = DTYPES,
+    special: bool = False,
+    empty: bool = True,
+    largest: int = 6,
+) -> Case:
+    """Calls of a row. Stock may refuse some: see :func:`accepted`.
+
+    Args:
+        wrt: The mask. Default: drawn.
+        dtypes: To draw from.
+        special: Whether to draw special values too, for rows that allow it.
+        empty: Whether to draw an empty leading axis too.
+        largest: Largest size of an axis.
+    """
+    wrt = draw(st.sampled_from(wanted(row))) if wrt is None else wrt
+    options = {name: draw(st.sampled_from(values)) for name, values in row.options.items()}
+    absent = {name for name in row.optional if name not in wrt and draw(st.booleans())}
+    sizes = _sizes(draw, row, options, largest)
+    shapes = {
+        name: None if name in absent else _shape(axes, sizes, options)
+        for name, axes in row.args.items()
+    }
+    dtype = draw(st.sampled_from(dtypes))
+    # As under mixed precision: parameters in float32.
+    mixed = len(shapes) > 1 and dtype in ("bfloat16", "float16") and _seldom(draw)
+    first = next(iter(row.args))
+    if empty and shapes[first] and _seldom(draw):
+        axis = row.args[first].split()[0].lstrip("*")
+        sizes[axis] = (0, *sizes[axis][1:])
+        shapes[first] = _shape(row.args[first], sizes, options)
+    return Case(
+        shapes=shapes,
+        dtypes={name: "float32" if mixed and name != first else dtype for name in shapes},
+        options=options,
+        wrt=wrt,
+        layout=draw(st.sampled_from(LAYOUTS)),
+        g_layout=draw(st.sampled_from((*LAYOUTS, "expanded"))),
+        special=special and selects(row) and draw(st.booleans()),
+        seed=draw(st.integers(0, 1000)),
+    )
+
+
+def accepted(backend: Any, row: Layer, **domain: Any) -> st.SearchStrategy[Case]:
+    """The calls of a row that stock accepts, forward and backward."""
+    return cases(row, **domain).filter(lambda case: backend.accepts(row, case))
+
+
+@st.composite
+def flawed(draw: st.DrawFn, row: Layer) -> Case:
+    """Calls with one argument of a wrong shape or dtype (or right after all)."""
+    case = draw(cases(row))
+    name = draw(st.sampled_from([name for name, shape in case.shapes.items() if shape is not None]))
+    shape = case.shapes[name]
+    assert shape is not None
+    shape = draw(
+        st.sampled_from(
+            [
+                shape,
+                (1, *shape),
+                (2, *shape),
+                (*shape, 2),
+                shape[1:],
+                shape[:-1],
+                tuple(size + 1 for size in shape),
+            ]
+        )
+    )
+    dtype = draw(st.sampled_from([case.dtypes[name], *DTYPES]))
+    return replace(case, shapes={**case.shapes, name: shape}, dtypes={**case.dtypes, name: dtype})
+
+
+def _seldom(draw: st.DrawFn) -> bool:
+    return draw(st.integers(0, 7)) == 7
+
+
+def _sizes(
+    draw: st.DrawFn, row: Layer, options: Mapping[str, Any], largest: int
+) -> dict[str, Shape]:
+    """Sizes of the named axes; of a starred axis, any number of them."""
+    tokens = [token for axes in row.args.values() for token in axes.split()]
+    axes = {token.lstrip("*").partition("/")[0]: token[0] == "*" for token in tokens}
+    unit = {token.split("/")[0]: options[token.split("/")[1]] for token in tokens if "/" in token}
+    sizes: dict[str, Shape] = {}
+    for axis, starred in axes.items():
+        kernel = axis[0] == "k" and axis[1:] in axes
+        size = st.integers(1, min(3, largest) if kernel else largest)
+        if starred:
+            sizes[axis] = tuple(
+                draw(st.lists(size, max_size=3).filter(lambda shape: math.prod(shape) <= 40))
+            )
+        else:
+            sizes[axis] = (draw(size) * unit.get(axis, 1),)
+    return sizes
+
+
+def _shape(axes: str, sizes: Mapping[str, Shape], options: Mapping[str, Any]) -> Shape:
+    shape: Shape = ()
+    for token in axes.split():
+        axis, _, option = token.lstrip("*").partition("/")
+        shape += tuple(size // options[option] for size in sizes[axis]) if option else sizes[axis]
+    return shape

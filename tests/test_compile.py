@@ -1,0 +1,175 @@
+"""``torch.compile(fullgraph=True)``: every layer compiles, computes what stock computes, and keeps
+no more than the compiled stock layer; a frozen convolution keeps less.
+"""
+
+from collections.abc import Iterator
+
+import helpers
+import pytest
+import torch
+import torch.utils.checkpoint
+from helpers import every_row, inputs, options, ours, outcome, same, stock
+from torch import nn
+
+import memsave
+from memsave.spec import Layer
+
+# torch deprecates what its own compiler does: objects of autograd functions, and TorchScript.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _fresh_cache() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def compiled(function, backend: str = "aot_eager", **kwargs):
+    return torch.compile(function, fullgraph=True, backend=backend, **kwargs)
+
+
+@every_row
+def test_every_layer_compiles(row: Layer) -> None:
+    """For the largest mask, for that of the input alone, and for that of all others."""
+
+    def run(function, wrt: frozenset[str]):
+        torch._dynamo.reset()
+        args = inputs(row, wrt)
+        call = compiled(lambda *args: function(*args, **options(row)))
+        results = outcome(call, [*args.values()])
+        free = [value for name, value in args.items() if name != "x"]
+        return results, helpers.kept(lambda: call(*args.values()), free)
+
+    everything = frozenset(row.reads)
+    for wrt in {everything, frozenset(["x"]), everything - {"x"}} - {frozenset()}:
+        (actual, actual_bytes), (expected, expected_bytes) = (
+            run(ours(row), wrt),
+            run(stock(row), wrt),
+        )
+        same(actual, expected)
+        assert actual_bytes <= expected_bytes, wrt
+
+
+def frozen() -> list[nn.Module]:
+    """A stock network and a converted one; only the input wants a gradient."""
+    return helpers.pair(lambda: helpers.ConvNet().requires_grad_(False).eval(), torch.float32)
+
+
+def kept(model: nn.Module, run, x) -> int:
+    return helpers.kept(lambda: run(x), [x, *model.parameters(), *model.buffers()])
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_network_in_training(backend: str) -> None:
+    """Compiled, it computes what the stock model computes without, and keeps no more than it does
+    when compiled.
+    """
+    stock_model, model = helpers.pair(lambda: helpers.ConvNet(0.0), torch.float32)
+    x = helpers.image(dtype=torch.float32)
+    expected = helpers.step(stock_model, x)
+    stock_run, run = compiled(stock_model, backend), compiled(model, backend)
+    same(helpers.step(run, x, model=model), expected, rtol=1e-3, atol=1e-4)
+    same(dict(model.named_buffers()), dict(stock_model.named_buffers()))
+    assert kept(model, run, x) <= kept(stock_model, stock_run, x)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_frozen_network_keeps_less(backend: str) -> None:
+    stock_model, model = frozen()
+    x = helpers.image(dtype=torch.float32)
+    expected = helpers.step(stock_model, x)
+    stock_run, run = compiled(stock_model, backend), compiled(model, backend)
+    same(helpers.step(run, x), expected, rtol=1e-4, atol=1e-5)
+    assert kept(model, run, x) < kept(stock_model, stock_run, x)
+
+
+def test_dynamic_shapes() -> None:
+    """One graph for all sizes."""
+    for stock_model, model in (frozen(), helpers.pair(lambda: helpers.ConvNet(0.0), torch.float32)):
+        run = compiled(model, dynamic=True)
+        for n, size in ((2, 8), (3, 12), (5, 16)):
+            x = torch.randn(n, 3, size, size, requires_grad=True)
+            with torch.compiler.set_stance("fail_on_recompile" if n > 2 else "default"):
+                actual = helpers.step(run, x, model=model)
+            same(actual, helpers.step(stock_model, x), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast(half: torch.dtype) -> None:
+    """The region surrounds the compiled model."""
+    stock_model, model = frozen()
+    x = helpers.image(dtype=torch.float32)
+
+    def run(function):
+        with torch.autocast("cpu", dtype=half):
+            return helpers.step(function, x)
+
+    expected, stock_run = run(stock_model), compiled(stock_model)
+    ours_run = compiled(model)
+    same(run(ours_run), expected, rtol=5e-2, atol=5e-2)
+
+    def size(model, function):
+        with torch.autocast("cpu", dtype=half):
+            return kept(model, function, x)
+
+    assert size(model, ours_run) < size(stock_model, stock_run)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradients(mode) -> None:
+    stock_model, model = frozen()
+    x = helpers.image(dtype=torch.float32)
+    run = compiled(model)
+    with mode():
+        y = run(x)
+        same(y, stock_model(x))
+    assert y.grad_fn is None
+    same(helpers.step(run, x), helpers.step(stock_model, x), rtol=1e-4, atol=1e-5)
+
+
+def test_one_function_under_several_masks() -> None:
+    """Freezing after compilation compiles anew: the mask is no constant of the graph."""
+    stock_model, model = helpers.pair(lambda: helpers.ConvNet(0.0), torch.float32)
+    x = helpers.image(dtype=torch.float32)
+    run = compiled(model)
+    for wanted in (True, False, True):
+        for each in (stock_model, model):
+            each.features[0].requires_grad_(wanted)
+            each.features[1].weight.requires_grad_(not wanted)
+        actual, expected = helpers.step(run, x, model=model), helpers.step(stock_model, x)
+        same(actual, expected, rtol=1e-3, atol=1e-4)
+
+
+def test_converting_what_is_compiled_already() -> None:
+    """Through the wrapper that torch.compile returns, and after Module.compile()."""
+    x = helpers.image(dtype=torch.float32)
+    stock_model, _ = frozen()
+    expected = helpers.step(stock_model, x)
+    for wrap in (
+        lambda model: compiled(model),
+        lambda model: model.compile(fullgraph=True, backend="aot_eager") or model,
+    ):
+        model = wrap(frozen()[0])
+        before = kept(model, model, x)
+        assert memsave.convert(model) is model
+        same(helpers.step(model, x), expected, rtol=1e-4, atol=1e-5)
+        assert kept(model, model, x) < before
+        memsave.revert(model)
+        assert kept(model, model, x) == before
+
+
+def test_checkpointed_inside() -> None:
+    """A converted block recomputed by a compiled graph."""
+    stock_model, model = frozen()
+    x = helpers.image(dtype=torch.float32)
+
+    def run(x):
+        features = torch.utils.checkpoint.checkpoint(model.features, x, use_reentrant=False)
+        return model.head(features.mean((2, 3)))
+
+    actual = helpers.step(compiled(run), x)
+    same(actual, helpers.step(stock_model, x), rtol=1e-4, atol=1e-5)

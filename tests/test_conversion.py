@@ -1,0 +1,491 @@
+"""``convert`` changes how layers compute gradients and nothing else; ``revert`` undoes it.
+
+It works in place, and whatever hangs on a model survives: parameters, buffers, hooks, tied and
+repeated modules, parametrizations, optimizers, wrappers. What is left alone is listed.
+"""
+
+import copy
+import io
+import pickle
+import warnings
+
+import helpers
+import pytest
+import torch
+from helpers import every_class, same
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize, prune
+
+import memsave
+import memsave.nn
+from memsave import spec
+from memsave.layers.module import DROP_INS, ROWS, STOCK
+
+
+def classes(model: nn.Module) -> list[type]:
+    return [type(module) for module in model.modules()]
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return helpers.ConvNet().double()
+
+
+def agree(actual: nn.Module, expected: nn.Module) -> None:
+    """Equal outputs, gradients and buffers."""
+    x = helpers.image()
+    same(helpers.step(actual, x), helpers.step(expected, x))
+    same(dict(actual.named_buffers()), dict(expected.named_buffers()))
+
+
+# What converting is.
+
+
+@every_class
+def test_every_class_of_the_table(cls: type[nn.Module]) -> None:
+    """As the root of the model too; and both ways."""
+    for drop_in in DROP_INS[cls]:
+        layer = helpers.build(cls)
+        before = dict(vars(layer))
+        row = ROWS[drop_in][0]
+        assert memsave.convert(layer, policy=lambda module, name, rows, r=row: r) is layer
+        assert type(layer) is drop_in
+        assert vars(layer) == before
+        x = helpers.module_input(cls)
+        same(helpers.step(layer, x), helpers.step(helpers.build(cls), x))
+        assert memsave.revert(layer) is layer
+        assert type(layer) is cls
+
+
+@every_class
+def test_drop_ins_are_built_like_stock(cls: type[nn.Module]) -> None:
+    for drop_in in DROP_INS[cls]:
+        built, expected = helpers.build(drop_in), helpers.build(cls)
+        x = helpers.module_input(cls)
+        same(helpers.step(built, x), helpers.step(expected, x))
+        assert isinstance(built, cls)
+        assert repr(built) == repr(expected).replace(cls.__name__, f"memsave.{drop_in.__name__}", 1)
+        assert STOCK[drop_in] is cls
+
+
+def test_in_place_and_back() -> None:
+    model = network()
+    tensors = [*model.parameters(), *model.buffers()]
+    before = classes(model)
+    assert memsave.convert(model) is model
+    assert classes(model) != before
+    now = [*model.parameters(), *model.buffers()]
+    assert all(a is b for a, b in zip(tensors, now, strict=True))
+    expected = network()
+    agree(model, expected)
+    assert memsave.revert(model) is model
+    assert classes(model) == before
+    agree(model, expected)
+
+
+def test_idempotent() -> None:
+    model = memsave.convert(network())
+    once = classes(model)
+    assert classes(memsave.convert(model)) == once
+    memsave.revert(model)
+    assert classes(memsave.revert(model)) == classes(network())
+
+
+def test_repr_shows_the_package() -> None:
+    assert "memsave.Conv2d(3, 8" in repr(memsave.convert(network()))
+    assert "memsave" not in repr(memsave.revert(memsave.convert(network())))
+
+
+def test_a_tree_of_containers() -> None:
+    """Lists, dicts, modules that are shared, modules in modules of the user."""
+    shared = nn.ReLU()
+    model = nn.ModuleDict(
+        {"list": nn.ModuleList([nn.Linear(2, 2), shared]), "again": nn.Sequential(shared)}
+    )
+    memsave.convert(model)
+    assert model["list"][1] is model["again"][0] is shared
+    assert type(shared) is memsave.nn.ReLU
+
+
+# What survives.
+
+
+def test_hooks_survive() -> None:
+    """Of every kind, with their order."""
+    models, logs = [network(), network()], []
+    for model in models:
+        log: list[str] = []
+        conv, norm = model.features[0], model.features[1]
+
+        def note(text: str, log=log):
+            return lambda *args, **kwargs: log.append(text)
+
+        conv.register_forward_pre_hook(note("pre"))
+        conv.register_forward_hook(note("forward"))
+        conv.register_full_backward_pre_hook(note("backward pre"))
+        conv.register_full_backward_hook(note("backward"))
+        conv.register_forward_hook(lambda module, args, y: 2 * y)
+        norm.register_state_dict_pre_hook(note("state dict pre"))
+        norm.register_state_dict_post_hook(note("state dict"))
+        norm.register_load_state_dict_pre_hook(note("load pre"))
+        norm.register_load_state_dict_post_hook(note("load"))
+        conv.weight.register_hook(lambda g: 3 * g)
+        conv.weight.register_post_accumulate_grad_hook(note("accumulated"))
+        logs.append(log)
+    memsave.convert(models[1])
+    agree(models[1], models[0])
+    for model in models:
+        model.load_state_dict(model.state_dict())
+    assert logs[0] == logs[1]
+    assert len(logs[0]) == 9
+
+
+def test_tied_and_repeated_modules() -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        block = nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3), nn.ReLU())
+        other = nn.Conv2d(3, 3, 3, padding=1)
+        other.weight = block[0].weight
+        return nn.Sequential(block, other, block, block[0]).double()
+
+    model = memsave.convert(make())
+    assert model[0] is model[2]
+    assert model[1].weight is model[0][0].weight
+    assert model[3] is model[0][0]
+    agree(model, make())
+
+
+@pytest.mark.parametrize("order", ["parametrize, convert", "convert, parametrize"])
+@pytest.mark.parametrize("name", ["weight_norm", "spectral_norm", "orthogonal"])
+def test_parametrizations(name: str, order: str) -> None:
+    """Before or after; removed before or after; kept by revert."""
+    change = getattr(parametrizations, name)
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.ConvTranspose2d(4, 3, 3)).double()
+
+    def parametrized(model: nn.Module) -> nn.Module:
+        torch.manual_seed(1)
+        change(model[0]), change(model[2])
+        return model
+
+    steps = [parametrized, memsave.convert]
+    model = make()
+    for apply in steps if order.startswith("param") else reversed(steps):
+        model = apply(model)
+    expected = parametrized(make())
+    assert isinstance(model[0], memsave.nn.Conv2d)
+    assert parametrize.is_parametrized(model[0], "weight")
+    assert repr(model).count("memsave.") == 3
+    agree(model, expected)
+    assert [e.status for e in memsave.coverage(model)].count("converted") == 3
+
+    restored = memsave.revert(copy.deepcopy(model))
+    assert not isinstance(restored[0], memsave.nn.Conv2d)
+    agree(restored, expected)
+    if name != "orthogonal":
+        model.load_state_dict(expected.state_dict())
+    for each in (model, expected, restored):
+        parametrize.remove_parametrizations(each[0], "weight")
+    assert type(model[0]) is memsave.nn.Conv2d
+    assert type(restored[0]) is nn.Conv2d
+    x = helpers.image()
+    same(model(x), expected(x))
+
+
+def test_parametrized_copies_are_apart() -> None:
+    """Deepcopy of a parametrized module shares its class: converting one leaves the other."""
+    model = nn.Sequential(parametrizations.weight_norm(nn.Conv2d(3, 4, 3)))
+    other = copy.deepcopy(model)
+    memsave.convert(model)
+    assert not isinstance(other[0], memsave.nn.Conv2d)
+    assert repr(other).count("memsave.") == 0
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
+@pytest.mark.parametrize("change", [nn.utils.weight_norm, nn.utils.spectral_norm])
+def test_old_style_norms(change) -> None:
+    """These are forward pre-hooks that set an attribute."""
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()).double()
+        change(model[0])
+        return model
+
+    model, expected = memsave.convert(make()), make()
+    assert type(model[0]) is memsave.nn.Conv2d
+    agree(model, expected)
+    agree(memsave.revert(model), expected)
+
+
+def test_pruning() -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).double()
+        prune.l1_unstructured(model[0], "weight", 0.5)
+        return model
+
+    model, expected = memsave.convert(make()), make()
+    agree(model, expected)
+    for each in (model, expected):
+        prune.l1_unstructured(each[0], "bias", 0.5)
+        prune.remove(each[0], "weight")
+    agree(model, expected)
+
+
+def test_training_flags_and_requires_grad() -> None:
+    model = network()
+    model.features[1].eval()
+    model.features[0].requires_grad_(False)
+    flags = [m.training for m in model.modules()]
+    wanted = [p.requires_grad for p in model.parameters()]
+    memsave.convert(model)
+    assert [m.training for m in model.modules()] == flags
+    assert [p.requires_grad for p in model.parameters()] == wanted
+    assert not any(m.training for m in model.eval().modules())
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
+def test_optimizers_go_on(optimizer) -> None:
+    """Made before converting, it trains the converted model; state included."""
+    models = [network(), network()]
+    for model in models:
+        optimize = optimizer(model.parameters(), lr=0.1)
+        for k in range(4):
+            if k == 2 and model is models[1]:
+                memsave.convert(model)
+            optimize.zero_grad()
+            torch.manual_seed(k)
+            model(helpers.image()).square().sum().backward()
+            optimize.step()
+    same(models[1].state_dict(), models[0].state_dict())
+
+
+def test_state_dict_loads_both_ways() -> None:
+    stock, converted = network(), memsave.convert(network())
+    assert [*stock.state_dict()] == [*converted.state_dict()]
+    stock.load_state_dict(converted.state_dict())
+    converted.load_state_dict(stock.state_dict())
+    metadata = [model.state_dict()._metadata for model in (stock, converted)]
+    assert metadata[0] == metadata[1]
+
+
+def saved(model: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES = {
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+    "deepcopy": copy.deepcopy,
+    "copy": copy.copy,
+    "torch.save": saved,
+}
+
+
+@pytest.mark.parametrize("how", COPIES)
+def test_copies_stay_converted(how: str) -> None:
+    model = memsave.convert(network())
+    twin = COPIES[how](model)
+    assert classes(twin) == classes(model)
+    agree(twin, network())
+
+
+@every_class
+def test_every_drop_in_pickles(cls: type[nn.Module]) -> None:
+    for drop_in in DROP_INS[cls]:
+        assert type(pickle.loads(pickle.dumps(helpers.build(drop_in)))) is drop_in
+
+
+def test_moves_and_casts() -> None:
+    """Module.to and its like."""
+    model = memsave.convert(network())
+    expected = network()
+    for each in (model, expected):
+        each.float().to(torch.float64, memory_format=torch.channels_last)
+    agree(model, expected)
+    meta = model.to("meta")
+    assert meta(torch.empty(2, 3, 8, 8, dtype=torch.float64, device="meta")).shape == (2, 2)
+
+
+# What is left alone.
+
+
+class Standardized(nn.Conv2d):
+    """A convolution with a forward of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight - self.weight.mean((1, 2, 3), keepdim=True)
+        return self._conv_forward(x, weight, self.bias)
+
+
+class Renamed(nn.ReLU):
+    """A subclass that changes nothing."""
+
+
+class NormAct(nn.BatchNorm2d):
+    """A layer that also activates."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).relu()
+
+
+def test_subclasses_are_left_alone_and_listed() -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(
+            Standardized(3, 4, 3), NormAct(4), Renamed(), nn.Tanh(), nn.ReLU()
+        ).double()
+
+    model = memsave.convert(make())
+    kinds = [Standardized, NormAct, Renamed, nn.Tanh, memsave.nn.ReLU]
+    assert classes(model)[1:] == kinds
+    agree(model, make())
+    listed = {entry.name: (entry.status, entry.reason) for entry in memsave.coverage(model)}
+    assert listed == {
+        "0": ("skipped", "subclass of Conv2d with a forward of its own"),
+        "1": ("skipped", "subclass of BatchNorm2d with a forward of its own"),
+        "2": ("skipped", "subclass of ReLU which may mean more than its base"),
+        "3": ("skipped", "not in the table"),
+        "4": ("converted", "rows: relu"),
+    }
+    text = str(memsave.coverage(model))
+    assert "converted: 1" in text
+    assert "subclass of Conv2d with a forward of its own: 0" in text
+
+
+def test_a_forward_on_the_instance() -> None:
+    """Some libraries patch one module: its forward goes on to be called."""
+    layer = nn.ReLU()
+    layer.forward = lambda x: x + 1
+    model = memsave.convert(nn.Sequential(layer, nn.ReLU()))
+    same(model(torch.zeros(2)), torch.ones(2))
+
+
+def test_sync_batch_norm() -> None:
+    """Left alone; and a converted model converts to it."""
+    model = memsave.convert(nn.Sequential(nn.SyncBatchNorm(4), nn.ReLU()))
+    assert type(model[0]) is nn.SyncBatchNorm
+    converted = memsave.convert(network())
+    synced = nn.SyncBatchNorm.convert_sync_batchnorm(converted)
+    assert type(synced.features[1]) is nn.SyncBatchNorm
+    assert type(synced.features[0]) is memsave.nn.Conv2d
+    same(synced.state_dict(), network().state_dict())
+
+
+LAZY = {
+    "convolution": (lambda: nn.LazyConv2d(4, 3), memsave.nn.Conv2d),
+    "transposed": (lambda: nn.LazyConvTranspose2d(4, 3), memsave.nn.ConvTranspose2d),
+    "norm": (nn.LazyBatchNorm2d, memsave.nn.BatchNorm2d),
+    "linear": (lambda: nn.LazyLinear(4), memsave.nn.Linear),
+}
+
+
+@pytest.mark.parametrize("kind", LAZY)
+def test_lazy_modules(kind: str) -> None:
+    """They become drop-ins upon the first forward, unless reverted before; or after."""
+    make, drop_in = LAZY[kind]
+    x = torch.randn(2, 3, 5, 5)
+
+    def materialized(layer: nn.Module) -> type:
+        layer(x)
+        return type(layer)
+
+    layer = memsave.convert(make())
+    assert type(layer) is type(make())
+    assert memsave.coverage(layer)[0].status == "converted"
+    assert materialized(layer) is drop_in
+    assert type(memsave.revert(layer)) is STOCK[drop_in]
+    assert materialized(memsave.convert(memsave.convert(make()))) is drop_in
+    assert materialized(memsave.revert(memsave.convert(make()))) is STOCK[drop_in]
+    assert materialized(make()) is STOCK[drop_in]  # others stay as they are
+
+
+# Choosing.
+
+
+def test_filter_fn() -> None:
+    """Called with each convertible module and its name."""
+    seen = []
+
+    def only_first(module: nn.Module, name: str) -> bool:
+        seen.append((name, type(module)))
+        return name == "features.0"
+
+    model = memsave.convert(network(), filter_fn=only_first)
+    assert type(model.features[0]) is memsave.nn.Conv2d
+    assert type(model.features[1]) is nn.BatchNorm2d
+    assert ("features.1", nn.BatchNorm2d) in seen
+    statuses = {entry.name: entry.status for entry in memsave.coverage(model)}
+    assert statuses["features.0"] == "converted"
+    assert statuses["features.1"] == "convertible"
+    agree(model, network())
+
+
+def test_policy() -> None:
+    """Chooses among the rows of one op; layers with one row alone do not ask."""
+    offered = {}
+
+    def policy(module: nn.Module, name: str, rows: tuple[spec.Layer, ...]) -> spec.Layer:
+        offered[name] = rows
+        return rows[-1]
+
+    model = memsave.convert(network(), policy=policy)
+    assert offered["features.2"] == (spec.RELU, spec.RELU_FROM_OUTPUT)
+    assert "features.0" not in offered
+    assert type(model.features[2]) is memsave.nn.ReLUFromOutput
+    assert type(model.features[7]) is memsave.nn.DropoutFromRng
+    agree(model, network())
+    assert classes(memsave.revert(model)) == classes(network())
+
+
+def test_a_bad_policy_converts_nothing() -> None:
+    model = network()
+
+    def policy(module, name, rows):
+        return rows[0] if name == "features.2" else spec.LINEAR
+
+    with pytest.raises(ValueError, match=r"policy chose <row linear> for 'features.6'"):
+        memsave.convert(model, policy=policy)
+    assert classes(model) == classes(network())
+
+
+def test_nothing_to_convert_warns() -> None:
+    with pytest.warns(UserWarning, match="found nothing to convert"):
+        memsave.convert(nn.Sequential(nn.Tanh()))
+    with pytest.warns(UserWarning, match="found nothing to convert"):
+        memsave.convert(network(), filter_fn=lambda module, name: False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        memsave.convert(memsave.convert(network()))
+
+
+@pytest.mark.parametrize("model", [nn.functional.relu, nn.ReLU, None, [nn.ReLU()]])
+def test_not_a_module(model) -> None:
+    with pytest.raises(TypeError, match=r"needs a torch.nn.Module"):
+        memsave.convert(model)
+
+
+# Wrappers. (DistributedDataParallel: test_distributed; torch.compile: test_compile.)
+
+
+def test_inside_wrappers() -> None:
+    model = network()
+    averaged = torch.optim.swa_utils.AveragedModel(model)
+    memsave.convert(averaged)
+    assert type(averaged.module.features[0]) is memsave.nn.Conv2d
+    assert type(model.features[0]) is nn.Conv2d
+    averaged.update_parameters(model)
+    agree(averaged.module, network())
+    memsave.convert(nn.DataParallel(model))
+    assert type(model.features[0]) is memsave.nn.Conv2d
+
+
+def test_shared_memory() -> None:
+    model = memsave.convert(network()).share_memory()
+    assert all(p.is_shared() for p in model.parameters())
+    agree(model, network())

@@ -1,0 +1,605 @@
+"""Each row as torch sees it: what the engine promises whatever surrounds a layer.
+
+Modes (no gradient, autocast), what is kept and when it is freed, checkpointing, offloading, version
+checks, ``torch.func``, forward-mode AD, subclasses, dtypes, layouts and errors are those of the
+stock op. Every test but the last few runs over the rows of the table.
+"""
+
+import contextlib
+import itertools
+import tempfile
+from pathlib import Path
+from typing import ClassVar
+
+import helpers
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import every_row, first, inputs, options, ours, outcome, same, stock
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import memsave
+import memsave.nn
+from memsave.spec import Layer
+
+# torch compiles some of its forward-mode formulas with TorchScript, which warns.
+forward_formulas = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+
+HALVES = [torch.bfloat16, torch.float16]
+
+
+def both(row: Layer, run, **kwargs) -> tuple:
+    """``run(function, args, options)`` for our function and for the stock op."""
+    return tuple(
+        run(function, [*inputs(row, **kwargs).values()], options(row))
+        for function in (ours(row), stock(row))
+    )
+
+
+class Ops(TorchDispatchMode):
+    """Lists the aten ops that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        self.names.append(str(op))
+        return op(*args, **(kwargs or {}))
+
+
+# No gradient wanted.
+
+
+@every_row
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, contextlib.nullcontext])
+def test_nothing_wanted_runs_the_stock_op(row: Layer, mode) -> None:
+    """The same ops, hence no extras; and no node in the graph."""
+    wrt = frozenset() if mode is contextlib.nullcontext else None
+
+    def run(function, args, options):
+        with mode():
+            with Ops() as ops:
+                y = function(*args, **options)
+            assert first(y).grad_fn is None
+            return ops.names
+
+    actual, expected = both(row, run, wrt=wrt)
+    assert actual == expected
+
+
+@every_row
+def test_a_gradient_for_every_mask(row: Layer) -> None:
+    """The engine hands out gradients for the mask alone, and its node carries the row's name."""
+    for wrt in row.masks()[1:]:
+        actual, expected = both(row, lambda f, args, opts: outcome(f, args, **opts), wrt=wrt)
+        same(actual, expected)
+
+
+# Autocast.
+
+
+@every_row
+@pytest.mark.parametrize("half", HALVES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("inside", [True, False], ids=["backward inside", "backward outside"])
+def test_autocast_gives_stock_dtypes(row: Layer, half, dtype, inside: bool) -> None:
+    def run(function, args, options):
+        wanted = [arg for arg in args if arg.requires_grad]
+        torch.manual_seed(2)
+        with torch.autocast("cpu", dtype=half):
+            y = first(function(*args, **options))
+            if inside:
+                return y, torch.autograd.grad(y, wanted, helpers.cotangent(y))
+        return y, torch.autograd.grad(y, wanted, helpers.cotangent(y))
+
+    for wrt in row.masks()[1:]:
+        actual, expected = both(row, run, wrt=wrt, dtype=dtype)
+        same(actual, expected, rtol=2e-2, atol=2e-2)
+
+
+@every_row
+@pytest.mark.parametrize("half", HALVES, ids=str)
+def test_autocast_keeps_no_more_than_stock(row: Layer, half) -> None:
+    def run(function, args, options):
+        with torch.autocast("cpu", dtype=half):
+            return helpers.kept(lambda: function(*args, **options))
+
+    state = torch.get_rng_state().nbytes if "rng_state" in row.extras else 0  # whatever the size
+    for wrt in row.masks()[1:]:
+        actual, expected = both(row, run, wrt=wrt, dtype=torch.float32)
+        assert actual <= expected + state
+
+
+@pytest.mark.parametrize("half", HALVES, ids=str)
+def test_autocast_of_a_network(half) -> None:
+    """Rows are tested one by one above: here casts are cached across layers."""
+
+    def run(model: nn.Module):
+        torch.manual_seed(0)
+        x = helpers.image(dtype=torch.float32)
+        with torch.autocast("cpu", dtype=half):
+            y = model(x)
+            loss = y.float().square().sum()
+        loss.backward()
+        return y, [x.grad, *(p.grad for p in model.parameters())]
+
+    expected, actual = map(run, helpers.pair(helpers.ConvNet, torch.float32))
+    same(actual, expected, rtol=5e-2, atol=5e-2)
+
+
+# The graph: what is kept, hooks, versions, freeing.
+
+
+@every_row
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoint(row: Layer, reentrant: bool) -> None:
+    def run(function, args, options):
+        def checkpointed(*args):
+            return checkpoint(
+                lambda *args: first(function(*args, **options)), *args, use_reentrant=reentrant
+            )
+
+        return outcome(checkpointed, args)
+
+    actual, expected = both(row, run)
+    same(actual, expected)
+
+
+@every_row
+def test_retain_graph(row: Layer) -> None:
+    args = inputs(row)
+    wanted = [args[name] for name in row.reads]
+    y = first(ours(row)(*args.values(), **options(row)))
+    g = helpers.cotangent(y)
+    same(
+        torch.autograd.grad(y, wanted, g, retain_graph=True),
+        torch.autograd.grad(y, wanted, g),
+    )
+
+
+@every_row
+def test_a_second_backward_raises_as_stock(row: Layer) -> None:
+    def run(function, args, options):
+        wanted = [arg for arg in args if arg.requires_grad]
+        y = first(function(*args, **options))
+        torch.autograd.grad(y, wanted, helpers.cotangent(y))
+        return helpers.attempt(torch.autograd.grad, y, wanted, helpers.cotangent(y))
+
+    for wrt in row.masks()[1:]:
+        actual, expected = both(row, run, wrt=wrt)
+        assert actual is expected or not row.saves(wrt)
+
+
+@every_row
+def test_save_on_cpu(row: Layer) -> None:
+    def run(function, args, options):
+        with save_on_cpu():
+            return outcome(function, args, **options)
+
+    actual, expected = both(row, run)
+    same(actual, expected)
+
+
+@every_row
+def test_saved_tensors_survive_disk(row: Layer) -> None:
+    """Everything goes through the hooks of the user, who may keep it elsewhere."""
+    with tempfile.TemporaryDirectory() as folder:
+        names = map(str, itertools.count())
+
+        def pack(tensor: Tensor) -> Path:
+            path = Path(folder, next(names))
+            torch.save(tensor, path)
+            return path
+
+        def run(function, args, options):
+            with saved_tensors_hooks(pack, torch.load):
+                return outcome(function, args, **options)
+
+        actual, expected = both(row, run)
+    same(actual, expected)
+
+
+@every_row
+def test_what_is_kept_may_not_change(row: Layer) -> None:
+    """The stock error; and what is not kept may change."""
+    for wrt in row.masks()[1:]:
+        for name in (*row.args, "y"):
+            args = inputs(row, wrt)
+            torch.manual_seed(2)
+            y = first(ours(row)(*args.values(), **options(row)))
+            g = helpers.cotangent(y)
+            with torch.no_grad():
+                {**args, "y": y}[name].mul_(2)
+            wanted = [arg for arg in args.values() if arg.requires_grad]
+            if name in row.saves(wrt):
+                with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                    torch.autograd.grad(y, wanted, g)
+            else:
+                expected = outcome(stock(row), [*inputs(row, wrt).values()], **options(row))
+                same(torch.autograd.grad(y, wanted, g), tuple(expected[1:]))
+
+
+@every_row
+def test_the_output_may_be_overwritten(row: Layer) -> None:
+    """By a layer with ``inplace=True``, say. (By more layers than with stock, which keeps more.)"""
+    for wrt in row.masks()[1:]:
+        if "y" in row.saves(wrt):
+            continue
+        args = [*inputs(row, wrt).values()]
+        actual = outcome(lambda *args: first(ours(row)(*args, **options(row))).mul_(3), args)
+        args = [*inputs(row, wrt).values()]
+        expected = outcome(lambda *args: 3 * first(stock(row)(*args, **options(row))), args)
+        same(actual, expected)
+
+
+@every_row
+def test_anomaly_mode(row: Layer) -> None:
+    def run(function, args, options):
+        with torch.autograd.detect_anomaly(check_nan=True):
+            return outcome(function, args, **options)
+
+    with pytest.warns(UserWarning, match="Anomaly Detection"):
+        actual, expected = both(row, run)
+    same(actual, expected)
+
+
+@every_row
+def test_hooks_on_tensors_see_stock_gradients(row: Layer) -> None:
+    def run(function, args, options):
+        seen = []
+        for arg in args:
+            if arg.requires_grad:
+                arg.register_hook(lambda g: seen.append(g) or 2 * g)
+                arg.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad))
+        torch.manual_seed(2)
+        y = first(function(*args, **options))
+        y.register_hook(lambda g: 3 * g)
+        y.backward(helpers.cotangent(y))
+        return len(seen), [arg.grad for arg in args if arg.requires_grad]
+
+    actual, expected = both(row, run)
+    same(actual, expected)
+
+
+@every_row
+def test_batched_gradients(row: Layer) -> None:
+    """``is_grads_batched`` runs backward under vmap."""
+
+    def run(function, args, options):
+        wanted = [arg for arg in args if arg.requires_grad]
+        torch.manual_seed(2)
+        y = first(function(*args, **options))
+        g = torch.stack([helpers.cotangent(y), torch.ones_like(y)])
+        return torch.autograd.grad(y, wanted, g, is_grads_batched=True)
+
+    if row.name == "dropout_from_rng":  # draws in backward, which that vmap refuses
+        with pytest.raises(RuntimeError, match="random operations inside of vmap"):
+            run(ours(row), [*inputs(row).values()], options(row))
+        return
+    for wrt in row.masks()[1:]:
+        actual, expected = both(row, run, wrt=wrt)
+        same(actual, expected)
+
+
+def test_double_backward_of_a_network() -> None:
+    """The properties cover single rows; here second derivatives flow through several."""
+
+    def run(model: nn.Module):
+        x = helpers.image()
+        torch.manual_seed(0)
+        parameters = list(model.parameters())
+        loss = model(x).square().sum()
+        (g,) = torch.autograd.grad(loss, x, create_graph=True)
+        return torch.autograd.grad(g.square().sum(), [x, *parameters], allow_unused=True)
+
+    expected, actual = map(run, helpers.pair(helpers.ConvNet))
+    same(actual, expected)
+
+
+# torch.func and forward-mode AD.
+
+
+def functional(row: Layer, function):
+    """A function of the differentiable arguments, for torch.func; and their values.
+
+    Running statistics are left out where they may be: torch.func cannot update them in place.
+    """
+    args = {name: value.detach() for name, value in inputs(row).items()}
+    fixed = {
+        name: None if name in row.optional else value
+        for name, value in args.items()
+        if name not in row.reads
+    }
+    names = list(row.reads)
+
+    def of(*values):
+        torch.manual_seed(2)
+        named = {**fixed, **dict(zip(names, values, strict=True))}
+        return first(function(*(named[name] for name in row.args), **options(row)))
+
+    return of, tuple(args[name] for name in names)
+
+
+TRANSFORMS = {
+    "grad": lambda f, args: torch.func.grad(lambda *a: f(*a).square().sum(), (0,))(*args),
+    "vjp": lambda f, args: torch.func.vjp(f, *args)[1](torch.ones_like(f(*args))),
+    "jvp": lambda f, args: torch.func.jvp(f, args, args),
+    "jacrev": lambda f, args: torch.func.jacrev(f, tuple(range(len(args))))(*args),
+    "vmap": lambda f, args: torch.func.vmap(
+        f, (0, *[None] * (len(args) - 1)), randomness="different"
+    )(torch.stack([args[0]] * 2), *args[1:]),
+    "per-sample": lambda f, args: torch.func.vmap(
+        torch.func.grad(lambda *a: f(*a).square().sum()),
+        (0, *[None] * (len(args) - 1)),
+        randomness="same",
+    )(torch.stack([args[0]] * 2), *args[1:]),
+}
+
+
+@forward_formulas
+@every_row
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_torch_func(row: Layer, transform: str) -> None:
+    results = [
+        TRANSFORMS[transform](*functional(row, function)) for function in (ours(row), stock(row))
+    ]
+    same(*results)
+
+
+@forward_formulas
+@every_row
+def test_forward_mode(row: Layer) -> None:
+    def run(function, args, options):
+        torch.manual_seed(2)
+        with forward_ad.dual_level():
+            dual = [
+                forward_ad.make_dual(arg, torch.ones_like(arg)) if arg.requires_grad else arg
+                for arg in args
+            ]
+            return tuple(forward_ad.unpack_dual(first(function(*dual, **options))))
+
+    actual, expected = both(row, run)
+    same(actual, expected)
+
+
+@forward_formulas
+@pytest.mark.parametrize("transform", ["grad", "per-sample", "jvp", "jacrev", "hessian"])
+def test_torch_func_of_a_converted_model(transform: str) -> None:
+    """``functional_call`` swaps parameters under a module, which rows alone do not show."""
+
+    def run(model: nn.Module):
+        model.eval()
+        x = helpers.image(3).detach()
+        state = {name: p.detach() for name, p in model.named_parameters()}
+        head = {name: p for name, p in state.items() if name.startswith("head")}
+
+        def f(parameters, x):
+            return torch.func.functional_call(model, {**state, **parameters}, (x,)).square().mean()
+
+        def one(parameters, x):
+            return f(parameters, x[None])
+
+        return {
+            "grad": lambda: torch.func.grad(f)(state, x),
+            "per-sample": lambda: torch.func.vmap(torch.func.grad(one), (None, 0))(state, x),
+            "jvp": lambda: torch.func.jvp(f, (state, x), (state, x)),
+            "jacrev": lambda: torch.func.jacrev(f, argnums=1)(state, x),
+            "hessian": lambda: torch.func.hessian(f)(head, x),
+        }[transform]()
+
+    expected, actual = map(run, helpers.pair(helpers.ConvNet))
+    same(actual, expected)
+
+
+# Tensors that are not plain.
+
+
+class Logged(Tensor):
+    """A subclass that sees every torch function."""
+
+    calls: ClassVar[list[str]] = []
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        cls.calls.append(getattr(function, "__name__", str(function)))
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+@every_row
+def test_subclass_with_torch_function(row: Layer) -> None:
+    """It sees the stock op called, and its class survives."""
+
+    def run(function, args, options):
+        torch.manual_seed(2)
+        x = args[0].detach().as_subclass(Logged).requires_grad_()
+        Logged.calls = []
+        y = first(function(x, *args[1:], **options))
+        calls = [name for name in Logged.calls if name != "__get__"]
+        (g,) = torch.autograd.grad(y, x, torch.ones_like(y))
+        return type(y), calls, y.as_subclass(Tensor), g.as_subclass(Tensor)
+
+    actual, expected = both(row, run)
+    assert actual[:2] == expected[:2]
+    same(actual[2:], expected[2:])
+
+
+@every_row
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float64, torch.float32, *HALVES, torch.complex64, torch.int64],
+    ids=lambda dtype: str(dtype).removeprefix("torch."),
+)
+def test_dtypes(row: Layer, dtype) -> None:
+    """Each dtype gives what it gives with stock, an error included."""
+
+    def run(function, args, options):
+        wanted = args[0].is_floating_point() or args[0].is_complex()
+        for name, arg in zip(row.args, args, strict=True):
+            arg.requires_grad_(wanted and name in row.reads)
+        if not wanted:
+            return helpers.attempt(lambda: first(function(*args, **options)))
+        return helpers.attempt(outcome, function, args, **options)
+
+    actual, expected = both(row, run, wrt=frozenset(), dtype=dtype)
+    loose = {"rtol": 2e-2, "atol": 2e-2} if dtype in HALVES else {}
+    same(actual, expected, **loose)
+
+
+@every_row
+def test_mixed_dtypes(row: Layer) -> None:
+    """A float32 layer given another dtype: bf16 input is fine for some, an error for others."""
+
+    def run(function, args, options):
+        args = [args[0].detach().bfloat16().requires_grad_(), *args[1:]]
+        return helpers.attempt(outcome, function, args, **options)
+
+    actual, expected = both(row, run, dtype=torch.float32)
+    same(actual, expected, rtol=2e-2, atol=2e-2)
+
+
+@every_row
+def test_channels_last(row: Layer) -> None:
+    """Output and gradients have the memory format of stock."""
+    x = inputs(row)["x"]
+    if x.ndim not in (4, 5):
+        assert x.ndim == 3  # which has no channels_last format
+        return
+    fmt = torch.channels_last if x.ndim == 4 else torch.channels_last_3d
+
+    def run(function, args, options):
+        args = [
+            arg.detach().contiguous(memory_format=fmt).requires_grad_(arg.requires_grad)
+            if arg.ndim == x.ndim
+            else arg
+            for arg in args
+        ]
+        results = outcome(function, args, **options)
+        return results, [result.stride() for result in results]
+
+    for wrt in row.masks()[1:]:
+        actual, expected = both(row, run, wrt=wrt)
+        same(actual, expected)
+
+
+@every_row
+def test_strided_inputs_and_gradients(row: Layer) -> None:
+    """Transposed, expanded and sliced memory."""
+
+    def run(function, args, options):
+        x = args[0].detach()
+        x = torch.stack([x, x], -1)[..., 0].requires_grad_()
+        torch.manual_seed(2)
+        y = first(function(x, *args[1:], **options))
+        wanted = [x, *(arg for arg in args[1:] if arg.requires_grad)]
+        return y, torch.autograd.grad(y, wanted, torch.ones((), dtype=y.dtype).expand(y.shape))
+
+    actual, expected = both(row, run)
+    same(actual, expected)
+
+
+@every_row
+def test_meta_tensors(row: Layer) -> None:
+    """Shapes and dtypes without memory, as for measuring a model that is too large."""
+
+    def run(function, args, options):
+        args = [arg.detach().to("meta").requires_grad_(arg.requires_grad) for arg in args]
+        y = first(function(*args, **options))
+        grads = torch.autograd.grad(y, [arg for arg in args if arg.requires_grad], y)
+        return [(t.shape, t.dtype, t.device) for t in (y, *grads)]
+
+    actual, expected = both(row, run)
+    assert actual == expected
+
+
+# Errors.
+
+BATCH = torch.randn(2, 3, 8, 8)
+ERRORS = {
+    "wrong channels": (lambda m: m.Conv2d(4, 2, 3), BATCH),
+    "wrong channels, transposed": (lambda m: m.ConvTranspose2d(4, 2, 3), BATCH),
+    "wrong features": (lambda m: m.Linear(5, 2), BATCH),
+    "wrong channels of statistics": (lambda m: m.BatchNorm2d(4), BATCH),
+    "wrong channels of statistics, eval": (lambda m: m.BatchNorm2d(4).eval(), BATCH),
+    "too few dimensions": (lambda m: m.Conv2d(3, 2, 3), BATCH[0, 0]),
+    "too many dimensions": (lambda m: m.Conv2d(3, 2, 3), BATCH[None]),
+    "too many dimensions, transposed": (lambda m: m.ConvTranspose2d(3, 2, 3), BATCH[None]),
+    "dimensions of BatchNorm1d": (lambda m: m.BatchNorm1d(3), BATCH),
+    "dimensions of BatchNorm2d": (lambda m: m.BatchNorm2d(3), BATCH[0]),
+    "dimensions of MaxPool2d": (lambda m: m.MaxPool2d(2), BATCH[0, 0]),
+    "wrong dtype": (lambda m: m.Conv2d(3, 2, 3), BATCH.double()),
+    "wrong dtype, transposed": (lambda m: m.ConvTranspose2d(3, 2, 3), BATCH.double()),
+    "wrong dtype of statistics": (lambda m: m.BatchNorm2d(3).double(), BATCH),
+    "integers": (lambda m: m.Conv2d(3, 2, 3), BATCH.long()),
+    "kernel larger than the input": (lambda m: m.Conv2d(3, 2, 9), BATCH),
+    "window larger than the input": (lambda m: m.MaxPool2d(9), BATCH),
+    "padding of more than half a window": (lambda m: m.MaxPool2d(2, padding=2), BATCH),
+    "reflection beyond the input": (
+        lambda m: m.Conv2d(3, 2, 3, padding=8, padding_mode="reflect"),
+        BATCH,
+    ),
+    "one value per channel": (lambda m: m.BatchNorm2d(3), BATCH[:1, :, :1, :1]),
+    "negative p": (lambda m: m.Dropout(-0.1), BATCH),
+    "p above 1": (lambda m: m.Dropout(1.1), BATCH),
+    "string for p": (lambda m: m.Dropout("half"), BATCH),
+    "same padding with stride": (lambda m: m.Conv2d(3, 2, 3, stride=2, padding="same"), BATCH),
+    "unknown padding mode": (lambda m: m.Conv2d(3, 2, 3, padding_mode="mirror"), BATCH),
+    "groups that do not divide": (lambda m: m.Conv2d(3, 2, 3, groups=2), BATCH),
+    "zero stride": (lambda m: m.Conv2d(3, 2, 3, stride=0), BATCH),
+    "dropout of integers": (lambda m: m.Dropout(), BATCH.long()),
+    "not a tensor": (lambda m: m.ReLU(), [1.0]),
+    "not a tensor for a convolution": (lambda m: m.Conv2d(3, 2, 3), "image"),
+    "not a tensor for a norm": (lambda m: m.BatchNorm2d(3), None),
+}
+
+
+@pytest.mark.parametrize("wanted", [True, False], ids=["input wants a gradient", "it does not"])
+@pytest.mark.parametrize("case", ERRORS)
+def test_errors_are_stock_errors(case: str, wanted: bool) -> None:
+    """Same type, raised at forward. (The properties draw valid calls only.)"""
+    make, x = ERRORS[case]
+    if isinstance(x, Tensor):
+        x = x.detach().clone()
+        x.requires_grad_(wanted and x.is_floating_point())
+    expected, actual = (helpers.attempt(lambda m=m: make(m)(x)) for m in (nn, memsave.nn))
+    if expected is not ValueError or "padding" not in case:
+        assert isinstance(expected, type)
+    assert isinstance(expected, type)
+    assert actual is expected
+
+
+@pytest.mark.parametrize("cls", ["ReLU", "Dropout"])
+def test_inplace_on_a_leaf_raises_as_stock(cls: str) -> None:
+    """Only rows with the option ``inplace`` have this case."""
+    for module in (nn, memsave.nn):
+        x = torch.randn(3, requires_grad=True)
+        with pytest.raises(RuntimeError, match="leaf Variable that requires grad"):
+            getattr(module, cls)(inplace=True)(x)
+
+
+@pytest.mark.parametrize("cls", ["ReLU", "ReLUFromOutput", "Dropout", "DropoutFromRng"])
+def test_inplace_overwrites_and_is_seen_by_version_checks(cls: str) -> None:
+    """What another layer has kept may not be overwritten: the stock error."""
+    layer = getattr(memsave.nn, cls)(inplace=True)
+    x = torch.randn(3, requires_grad=True)
+    y = x * 1
+    assert layer(y) is y
+    z = x.sin()
+    w = z.square()
+    layer(z)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        w.sum().backward()
+
+
+def test_functions_take_tensors_off_the_default_path() -> None:
+    """Views, outputs of other layers and empty batches, as one network has them."""
+    x = torch.randn(0, 3, 8, 8, requires_grad=True)
+    for module in (nn, memsave.nn):
+        y = module.ReLU()(module.MaxPool2d(2)(module.Conv2d(3, 4, 3)(x)))
+        y.sum().backward()
+        assert y.shape == (0, 4, 3, 3)
+        assert F.relu(x).shape == x.grad.shape

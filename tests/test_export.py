@@ -1,0 +1,217 @@
+"""Exporting and tracing a converted model gives what it gives for the stock model.
+
+``torch.export``, ONNX, ``torch.jit`` and ``torch.fx``; in eval and, where stock can, in train mode.
+"""
+
+import io
+import operator
+
+import helpers
+import onnxruntime
+import pytest
+import torch
+from helpers import every_class, same
+from torch import Tensor, fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import memsave
+from memsave.layers.module import DROP_INS
+
+# torch deprecates TorchScript, on which its tracers and the older ONNX exporter rest.
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+
+
+def networks(train: bool = False) -> list[nn.Module]:
+    return [m.train(train) for m in helpers.pair(helpers.ConvNet, torch.float32)]
+
+
+def targets(program: torch.export.ExportedProgram) -> list[str]:
+    return [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
+
+
+@pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
+@pytest.mark.parametrize("strict", [True, False])
+def test_export(strict: bool, train: bool) -> None:
+    """The graph is that of the stock model, op by op."""
+    x = helpers.image(dtype=torch.float32).detach()
+    batch = {"x": {0: torch.export.Dim("batch", min=2)}}
+    programs = [
+        torch.export.export(model, (x,), strict=strict, dynamic_shapes=batch)
+        for model in networks(train)
+    ]
+    expected, actual = map(targets, programs)
+    assert actual == expected
+    if not train:
+        x = torch.cat([x, x])
+        same(programs[1].module()(x), networks()[0](x))
+
+
+@every_class
+def test_export_of_each_layer(cls: type[nn.Module]) -> None:
+    """The network above has not every class."""
+    x = helpers.module_input(cls).detach()
+    for drop_in in DROP_INS[cls]:
+        program = torch.export.export(helpers.build(drop_in).eval(), (x,))
+        expected = torch.export.export(helpers.build(cls).eval(), (x,))
+        assert targets(program) == targets(expected)
+
+
+@pytest.mark.filterwarnings("ignore:.*legacy TorchScript-based ONNX:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The feature will be removed:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:Constant folding:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
+@pytest.mark.parametrize("dynamo", [True, False])
+def test_onnx(dynamo: bool, tmp_path) -> None:
+    stock_model, model = networks()
+    x = helpers.image(dtype=torch.float32).detach()
+    file = tmp_path / "model.onnx"
+    torch.onnx.export(model, (x,), file, dynamo=dynamo, input_names=["x"])
+    session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
+    (y,) = session.run(None, {"x": x.numpy()})
+    same(torch.from_numpy(y), stock_model(x).detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_jit_trace() -> None:
+    stock_model, model = networks()
+    x = helpers.image(dtype=torch.float32)
+    traced = torch.jit.trace(model, (x,))
+    assert "Memsave" not in str(traced.inlined_graph)
+    same(helpers.step(traced, x), helpers.step(stock_model, x))
+    same(dict(traced.state_dict()), dict(stock_model.state_dict()))
+
+
+@every_class
+def test_jit_script(cls: type[nn.Module]) -> None:
+    """Stock modules are compiled in place of the drop-ins. (torch leaves them in the model, whoever
+    provides them, so converting is to be done again.)
+    """
+    for drop_in in DROP_INS[cls]:
+        layer = helpers.build(drop_in)
+        model = nn.Sequential(layer).eval()
+        scripted = torch.jit.script(model)
+        assert type(layer) is drop_in
+        x = helpers.module_input(cls)
+        for run in (scripted, model, memsave.convert(model)):
+            same(helpers.step(run, x), helpers.step(helpers.build(cls).eval(), x))
+        assert type(memsave.convert(model)[0]) is DROP_INS[cls][0]
+
+
+def test_jit_script_of_a_network() -> None:
+    """Script modules share the parameters, and have both modes."""
+    stock_model, model = networks(train=True)
+    scripted = torch.jit.script(model)
+    file = io.BytesIO()
+    torch.jit.save(scripted, file)
+    file.seek(0)
+    for loaded in (scripted, torch.jit.load(file)):
+        x = helpers.image(dtype=torch.float32)
+        loaded.eval()
+        same(loaded(x), networks()[0](x))
+    scripted.train()
+    x = helpers.image(dtype=torch.float32)
+    same(helpers.step(scripted, x), helpers.step(stock_model, x))
+    same(dict(model.named_buffers()), dict(stock_model.named_buffers()))
+
+
+# torch.fx
+
+
+def nodes(traced: fx.GraphModule) -> list[tuple[str, str]]:
+    return [(node.op, str(node.target)) for node in traced.graph.nodes]
+
+
+@pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
+def test_fx(train: bool) -> None:
+    """The same graph, of nodes that call the drop-ins: gradients, savings and buffers included.
+
+    The mode is not part of the graph.
+    """
+    stock_model, model = networks(not train)
+    stock_traced, traced = fx.symbolic_trace(stock_model), fx.symbolic_trace(model)
+    assert nodes(traced) == nodes(stock_traced)
+    x = helpers.image(dtype=torch.float32)
+    stock_model.train(train)
+    traced.train(train)
+    same(helpers.step(traced, x), helpers.step(stock_model, x))
+    same(dict(traced.named_buffers()), dict(stock_model.named_buffers()))
+    assert helpers.kept(lambda: traced(x)) < helpers.kept(lambda: stock_model(x))
+
+
+def test_fx_takes_keywords_and_hooks() -> None:
+    """Hooks of a leaf run when the graph runs, once, and not when it is traced."""
+
+    class Keywords(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm2d(3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(input=x)
+
+    model = memsave.convert(Keywords())
+    seen = []
+    model.norm.register_forward_hook(lambda module, args, y: seen.append(type(y)))
+    traced = fx.symbolic_trace(model)
+    assert seen == []
+    traced(torch.randn(2, 3, 4, 4))
+    assert seen == [Tensor]
+    assert model.norm.num_batches_tracked == 1
+
+
+def test_fx_tracer_with_leaves_of_its_own() -> None:
+    """Tracers that record where each node comes from see drop-ins as they see stock modules."""
+
+    class Paths(fx.Tracer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.paths: list[str] = []
+
+        def call_module(self, m, forward, args, kwargs):
+            self.paths.append(self.path_of_module(m))
+            return super().call_module(m, forward, args, kwargs)
+
+    paths = []
+    for model in networks():
+        tracer = Paths()
+        graph = tracer.trace(model)
+        assert all(node.meta.get("nn_module_stack") for node in graph.find_nodes(op="call_module"))
+        paths.append(tracer.paths)
+    assert paths[0] == paths[1]
+
+
+def test_fx_interpreter_and_transform() -> None:
+    """A pass that edits the graph of a converted model."""
+    stock_model, model = networks()
+    traced = fx.symbolic_trace(model)
+    (output,) = traced.graph.find_nodes(op="output")
+    with traced.graph.inserting_before(output):
+        output.args = (traced.graph.call_function(operator.neg, output.args),)
+    traced.recompile()
+    x = helpers.image(dtype=torch.float32)
+    same(fx.Interpreter(traced).run(x), -stock_model(x))
+
+
+def test_convert_a_traced_model() -> None:
+    """And an unlifted export, whose layers are functions, has nothing to convert."""
+    stock_model, _ = networks()
+    traced = memsave.convert(fx.symbolic_trace(stock_model))
+    x = helpers.image(dtype=torch.float32)
+    same(helpers.step(traced, x), helpers.step(networks()[0], x))
+    program = torch.export.export(networks()[0], (x.detach(),))
+    with pytest.warns(UserWarning, match="found nothing to convert"):
+        memsave.convert(program.module())
+
+
+def test_make_fx() -> None:
+    """The ops below autograd, backward included."""
+    x = helpers.image(dtype=torch.float32).detach()
+
+    def traced(model: nn.Module) -> fx.GraphModule:
+        def gradient(x: Tensor) -> Tensor:
+            x = x.detach().requires_grad_()
+            return torch.autograd.grad(model(x).sum(), x)[0]
+
+        return make_fx(gradient)(x)
+
+    expected, actual = (traced(model)(x) for model in networks())
+    same(actual, expected)

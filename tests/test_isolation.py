@@ -1,0 +1,61 @@
+"""What importing memsave imports: the table nothing, the layers torch, and neither of them JAX."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+# Notes whatever is looked for, found or not: so JAX need not be installed to be missed, and an
+# import inside try/except counts too. (The standard library itself asks for Jython's "org".)
+PROBE = """
+import sys
+
+class Noted:
+    names = set()
+
+    def find_spec(self, name, path=None, target=None):
+        self.names.add(name.partition(".")[0])
+
+sys.meta_path.insert(0, Noted())
+{code}
+print(*Noted.names - sys.stdlib_module_names - {{"memsave", "org"}})
+"""
+
+EVERYTHING = """
+from memsave import *
+from memsave.nn import *
+from memsave.functional import *
+"""
+
+
+def looked_for(code: str) -> set[str]:
+    """The packages outside the standard library that a fresh interpreter wants for ``code``."""
+    command = [sys.executable, "-c", PROBE.format(code=code)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.split())
+
+
+@pytest.mark.parametrize(
+    "code",
+    ["import memsave", "import memsave.spec", "import memsave; memsave.spec; dir(memsave)"],
+)
+def test_the_table_needs_the_standard_library_only(code: str) -> None:
+    assert looked_for(code) == set()
+
+
+def test_no_public_name_imports_jax() -> None:
+    seen = looked_for(EVERYTHING)
+    assert "torch" in seen
+    assert "jax" not in seen
+
+
+@pytest.mark.parametrize("name", ["torch", "jax", "numpy"])
+def test_these_checks_can_fail(name: str) -> None:
+    hidden = f"try:\n    import {name}.some_submodule\nexcept ImportError:\n    pass"
+    assert name in looked_for(f"import memsave.spec\n{hidden}")

@@ -1,0 +1,174 @@
+"""What an installation promises: the wheel is complete and works alone, it needs nothing but an
+extra, a missing framework is named, and the public names are those that are listed.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+import venv
+import zipfile
+from email import message_from_bytes
+from itertools import chain
+from pathlib import Path
+
+import pytest
+import torch
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).parents[1]
+
+
+def run(*command: str | Path, cwd: Path) -> str:
+    """Standard output of a command that must succeed."""
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def python(code: str) -> str:
+    """Standard output of ``code`` in a fresh interpreter that sees the checkout."""
+    return run(sys.executable, "-W", "error", "-c", code, cwd=ROOT)
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel, built from the checkout."""
+    folder = tmp_path_factory.mktemp("wheel")
+    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", folder, "."]
+    run(*build, cwd=ROOT)
+    (path,) = folder.glob("*.whl")
+    return path
+
+
+def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        packed = {name for name in archive.namelist() if ".dist-info/" not in name}
+    sources = [*ROOT.glob("memsave/**/*.py"), ROOT / "memsave/py.typed"]
+    assert packed == {path.relative_to(ROOT).as_posix() for path in sources}
+
+
+def test_the_wheel_needs_nothing_without_an_extra(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        metadata = message_from_bytes(archive.read(name))
+    needs = [Requirement(line) for line in metadata.get_all("Requires-Dist", [])]
+
+    def needed(extra: str) -> list[str]:
+        return [n.name for n in needs if n.marker is None or n.marker.evaluate({"extra": extra})]
+
+    assert needed("") == []
+    assert needed("torch") == ["torch"]
+
+
+USE = """
+from pathlib import Path
+import sys
+import torch
+from torch import nn
+import memsave
+
+assert Path(memsave.__file__).is_relative_to(sys.prefix), memsave.__file__
+model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2))
+model.eval().requires_grad_(False)
+x = torch.randn(2, 3, 8, 8, requires_grad=True)
+(expected,) = torch.autograd.grad(model(x).sum(), x)
+memsave.convert(model)
+(actual,) = torch.autograd.grad(model(x).sum(), x)
+torch.testing.assert_close(actual, expected)
+report = memsave.report(model, x)
+assert 0 < report.now == report.converted < report.stock
+print(report)
+"""
+
+
+def test_the_wheel_works_outside_the_checkout(wheel: Path, tmp_path: Path) -> None:
+    environment = tmp_path / "environment"
+    venv.create(environment, with_pip=False)
+    interpreter = environment / "bin" / "python"
+    pip = [sys.executable, "-m", "pip", "--python", interpreter]
+    run(*pip, "install", "--no-deps", "--no-index", wheel, cwd=tmp_path)
+    # PyTorch itself is borrowed; the environment's own packages come first.
+    (site_packages,) = environment.glob("lib/python*/site-packages")
+    (site_packages / "borrowed.pth").write_text(str(Path(torch.__file__).parents[1]))
+    printed = run(interpreter, "-I", "-W", "error", "-c", USE, cwd=tmp_path)
+    assert "ReLU" in printed
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "memsave.convert",
+        "memsave.nn",
+        "from memsave import report",
+        "from memsave import *",
+        "import memsave.nn",
+        "import memsave.functional",
+    ],
+)
+def test_without_torch_the_error_names_the_extra(statement: str) -> None:
+    code = f"""
+import sys
+sys.modules["torch"] = None  # as if it were not installed
+import memsave
+assert memsave.spec.TABLE
+try:
+    exec({statement!r})
+except ImportError as error:
+    print(error)
+"""
+    assert "pip install 'memsave[torch]'" in python(code)
+
+
+def test_public_names_are_those_listed() -> None:
+    """Whatever was imported before: a submodule may not hide a function of its name."""
+    python("""
+import importlib, inspect, pkgutil
+import memsave
+
+listed = set(memsave.__all__)
+assert listed <= set(dir(memsave))
+first = {name: getattr(memsave, name) for name in listed}
+for module in pkgutil.iter_modules(memsave.__path__, "memsave."):
+    importlib.import_module(module.name)
+star = {}
+exec("from memsave import *", star)
+for name, value in first.items():
+    assert getattr(memsave, name) is star[name] is value, name
+    assert inspect.ismodule(value) == (name in ("functional", "nn", "spec")), name
+assert set(star) - {"__builtins__"} == listed
+""")
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    python("""
+import memsave
+assert not hasattr(memsave, "no_such_name")
+try:
+    from memsave import no_such_name
+except ImportError as error:
+    assert "no_such_name" in str(error)
+else:
+    raise AssertionError
+""")
+
+
+def test_the_pins_serve_every_extra() -> None:
+    """Whatever pyproject.toml asks for, requirements-dev.txt pins, in a version that it allows."""
+    pins = {}
+    for line in (ROOT / "requirements-dev.txt").read_text().splitlines():
+        if line and not line.startswith("#"):
+            name, version = line.split("==")
+            pins[_normal(name)] = version
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    extras = project["project"]["optional-dependencies"].values()
+    for line in chain(project["build-system"]["requires"], *extras):
+        need = Requirement(line)
+        if need.name != "memsave":
+            assert need.specifier.contains(pins[_normal(need.name)]), need
+
+
+def _normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()

@@ -1,0 +1,230 @@
+"""The report: it measures what autograd keeps, agrees with the table, and says why."""
+
+import gc
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import memsave
+from memsave._report import Recorder, storage_key
+
+
+class Net(nn.Module):
+    """One of each layer of the paper, an op outside the table, and a residual connection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3, padding=1)
+        self.norm = nn.BatchNorm2d(8)
+        self.relu = nn.ReLU()
+        self.pool = nn.MaxPool2d(2)
+        self.gelu = nn.GELU()
+        self.drop = nn.Dropout(0.3)
+        self.up = nn.ConvTranspose2d(8, 8, 2, stride=2)
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.relu(self.norm(self.conv(x)))
+        x = self.drop(self.gelu(self.pool(x))) + self.pool(x)
+        return self.head(torch.sigmoid(self.up(x)).mean((2, 3)))
+
+
+def frozen(model: nn.Module) -> nn.Module:
+    return model.requires_grad_(False)
+
+
+def measured(model: nn.Module, x: torch.Tensor) -> int:
+    """An independent count: storages behind every saved tensor, without parameters and input."""
+    saved: list[torch.Tensor] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        y = model(x)
+    free = {storage_key(t) for t in (*model.parameters(), *model.buffers(), x)}
+    sizes = {storage_key(t): t.untyped_storage().nbytes() for t in saved}
+    del y
+    return sum(size for key, size in sizes.items() if key not in free)
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("wants_input", [False, True])
+@pytest.mark.parametrize("trainable", [False, True])
+def test_totals_are_what_autograd_keeps(training, wants_input, trainable):
+    model = Net().train(training).requires_grad_(trainable)
+    x = torch.randn(2, 3, 16, 16, requires_grad=wants_input)
+    report = memsave.report(model, x)
+    assert report.stock == report.now == measured(model, x)
+    assert report.converted == measured(memsave.convert(model), x)
+    assert report.table + sum(report.rest.values()) == report.converted
+    for column in ("stock", "now", "converted"):
+        assert sum(getattr(row, column) for row in report.rows) == getattr(report, column)
+    converted = memsave.report(model, x)
+    assert (converted.stock, converted.now) == (report.stock, report.converted)
+
+
+def test_prediction_and_measurement_can_differ(monkeypatch):
+    """An engine that saves a tensor more than the row says is found out."""
+    model = memsave.convert(frozen(Net()).eval())
+    x = torch.randn(2, 3, 16, 16, requires_grad=True)
+    honest = memsave.report(model, x)
+    save = torch.autograd.function.FunctionCtx.save_for_backward
+
+    def leaky(ctx, *tensors):
+        save(ctx, *tensors, torch.ones(10))
+
+    monkeypatch.setattr(torch.autograd.function.FunctionCtx, "save_for_backward", leaky)
+    report = memsave.report(model, x)
+    assert report.table == honest.table
+    assert report.converted >= honest.converted + 40
+
+
+def test_rows_say_which_gradient_reads_what():
+    model = frozen(Net()).train()
+    model.norm.weight.requires_grad_()
+    rows = {r.name: r for r in memsave.report(model, torch.randn(2, 3, 16, 16)).rows}
+    assert rows["norm"].mask == ("weight",)
+    assert rows["norm"].reason == "weight reads x, mean, rstd"
+    assert rows["relu"].mask == ("x",)
+    assert rows["relu"].reason == "x reads positive"
+    assert rows["gelu"].reason == "not in the table: gelu"
+    activation = 2 * 8 * 16 * 16
+    # Stock keeps the input of the norm (no model input), two vectors; converted the same.
+    assert rows["norm"].converted == 4 * activation + 2 * 4 * 8
+    assert rows["relu"].stock == 4 * activation
+    assert rows["relu"].converted == activation // 8
+    assert rows["relu"].saves == 4 * activation - activation // 8
+
+
+def test_split_by_kind():
+    """Parameters are free, the model's input is the user's, x may be shared, extras are owned."""
+    model = memsave.convert(
+        nn.Sequential(nn.Conv2d(3, 4, 1, bias=False), nn.ReLU(), nn.Linear(8, 2))
+    )
+    x = torch.randn(2, 3, 8, 8)
+    rows = {row.name: row for row in memsave.report(model, x).rows}
+    assert (rows["0"].inputs, rows["0"].shared, rows["0"].owned) == (4 * x.numel(), 0, 0)
+    assert (rows["1"].shared, rows["1"].owned) == (0, 2 * 4 * 8 * 8 // 8)
+    assert (rows["2"].shared, rows["2"].parameters) == (4 * 2 * 4 * 8 * 8, 4 * 8 * 2)
+
+
+def test_dry_run_with_other_trainable_parameters():
+    model = Net()
+    x = torch.randn(2, 3, 16, 16)
+    wanted = [parameter.requires_grad for parameter in model.parameters()]
+    norm = memsave.report(model, x, trainable=lambda module, name: module is model.norm)
+    frozen(model)
+    model.norm.requires_grad_()
+    assert norm == memsave.report(model, x)
+    model.requires_grad_()
+    assert [parameter.requires_grad for parameter in model.parameters()] == wanted
+    names: list[str] = []
+    memsave.report(model, x, trainable=lambda module, name: bool(names.append(name)))
+    assert set(names) == {name for name, _ in model.named_parameters()}
+
+
+def test_leaves_the_model_as_it_was():
+    model = Net().train()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    classes = [type(module) for module in model.modules()]
+    torch.manual_seed(0)
+    state = torch.get_rng_state()
+    for fake in (True, False):
+        memsave.report(model, torch.randn(2, 3, 16, 16), fake=fake)
+        torch.manual_seed(0)
+        assert torch.equal(torch.get_rng_state(), state)
+        after = model.state_dict()
+        assert all(torch.equal(before[name], after[name]) for name in before)
+        assert [type(module) for module in model.modules()] == classes
+        assert all(p.grad is None for p in model.parameters())
+        assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_restores_classes_after_an_error():
+    model = Net()
+    classes = [type(module) for module in model.modules()]
+    with pytest.raises(RuntimeError):
+        memsave.report(model, torch.randn(2, 5, 16, 16))
+    assert [type(module) for module in model.modules()] == classes
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_real_meta_and_fake_agree():
+    x = torch.randn(2, 3, 16, 16, requires_grad=True)
+    real = memsave.report(Net(), x)
+    assert real == memsave.report(Net(), x, fake=False)
+    assert real == memsave.report(Net().to("meta"), x.to("meta").detach().requires_grad_())
+    assert real == memsave.report(Net().to("meta"), x)
+    with torch._subclasses.FakeTensorMode():
+        assert real == memsave.report(Net(), torch.empty(2, 3, 16, 16, requires_grad=True))
+
+
+class Reads(nn.Module):
+    """Branches on a value."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.relu(x) if x.sum() > 0 else x
+
+
+def test_forward_that_depends_on_values():
+    x = torch.ones(4, requires_grad=True)
+    with pytest.raises(RuntimeError, match="fake=False"):
+        memsave.report(Reads(), x)
+    with pytest.warns(UserWarning, match="nothing to convert"):
+        memsave.convert(Reads())
+    assert memsave.report(Reads(), x, fake=False).stock == 16
+
+
+def test_names_unconverted_ops_that_hold_the_rest():
+    report = memsave.report(frozen(Net()).eval(), torch.randn(2, 3, 16, 16, requires_grad=True))
+    assert set(report.rest) == {"GELU: gelu", "Net: sigmoid"}
+    text = str(report)
+    assert "the rest: GELU: gelu keeps" in text
+    assert "skipped: 1" in text
+
+
+def test_prints_as_a_table():
+    report = memsave.report(Net(), torch.randn(2, 3, 16, 16))
+    header, *lines = report.format(limit=None).splitlines()
+    assert header.split()[:4] == ["layer", "class", "wants", "stock"]
+    assert [line.split()[0] for line in lines[: len(report.rows)]] == [
+        row.name or "(root)" for row in report.rows
+    ]
+    short = report.format(limit=2)
+    assert f"({len(report.rows) - 2} smaller layers)" in short
+
+
+def test_keyword_inputs_and_nested_outputs():
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.relu = nn.ReLU()
+
+        def forward(self, *, a: torch.Tensor, scale: float) -> dict[str, torch.Tensor]:
+            return {"y": self.relu(a * scale)}
+
+    report = memsave.report(Named(), a=torch.randn(8, requires_grad=True), scale=2.0)
+    assert (report.stock, report.converted) == (32, 1)
+
+
+def test_tied_parameters_count_as_one():
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    model[1].weight = model[0].weight
+    x = torch.randn(3, 4)
+    assert memsave.report(model, x).stock == measured(model, x)
+
+
+def test_recorder_counts_only_what_the_graph_still_holds():
+    x = torch.randn(8, requires_grad=True)
+    with Recorder() as recorder:
+        y = x.exp()
+        z = x.sin()
+    assert [held.op for held in recorder.held()] == ["exp", "sin"]
+    del y
+    gc.collect()
+    assert [held.op for held in recorder.held()] == ["sin"]
+    del z

@@ -1,0 +1,420 @@
+"""Cases in which an earlier implementation of the idea was wrong or crashed, each by name.
+
+Every test compares with the stock layer on the same values: output, gradients and, for layers that
+have them, buffers. The properties draw most of these options too; these are the reports of users,
+kept one by one so that a name says which one is back.
+"""
+
+import math
+
+import helpers
+import pytest
+import torch
+from helpers import same
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, prune
+from torch.utils.checkpoint import checkpoint
+
+import memsave
+import memsave.nn
+
+FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+every_float = pytest.mark.parametrize("dtype", FLOATS, ids=lambda d: str(d).removeprefix("torch."))
+LOOSE = {torch.bfloat16: 3e-2, torch.float16: 1e-2, torch.float32: 1e-5, torch.float64: 1e-12}
+
+
+def agree(make, *shape: int, x: Tensor | None = None, frozen: bool = False) -> nn.Module:
+    """``make(nn)`` and ``make(memsave.nn)``, and the first one converted, do the same twice."""
+    results = []
+    if x is None:
+        x = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    for namespace, change in ((nn, None), (memsave.nn, None), (nn, memsave.convert)):
+        torch.manual_seed(0)
+        layer = make(namespace)
+        layer = change(layer) if change else layer
+        layer.requires_grad_(not frozen)
+        x = x.detach().to(next(layer.parameters(), x).dtype).requires_grad_()
+        steps = [helpers.step(layer, x), helpers.step(layer, x)]
+        results.append((steps, dict(layer.named_buffers())))
+    tolerance = LOOSE[x.dtype]
+    same(results[1], results[0], rtol=tolerance, atol=tolerance)
+    same(results[2], results[0], rtol=tolerance, atol=tolerance)
+    return layer
+
+
+either = pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+
+
+# Wrong values.
+
+
+@either
+@pytest.mark.parametrize("mode", ["reflect", "replicate", "circular"])
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_padding_mode(dims: int, mode: str, frozen: bool) -> None:
+    """Was ignored: zeros instead."""
+
+    def make(m):
+        return getattr(m, f"Conv{dims}d")(2, 3, 3, padding=2, padding_mode=mode).double()
+
+    agree(make, 2, 2, *[5] * dims, frozen=frozen)
+
+
+@either
+def test_padding_mode_with_a_pad_per_axis(frozen: bool) -> None:
+    agree(
+        lambda m: m.Conv2d(2, 3, 3, 2, padding=(0, 3), padding_mode="reflect").double(),
+        2, 2, 6, 5, frozen=frozen,
+    )  # fmt: skip
+
+
+def test_relu_of_infinities() -> None:
+    """Was nan: a mask of 0 times inf."""
+    x = torch.tensor([-math.inf, -1.0, -0.0, 0.0, 1.0, math.inf, math.nan], requires_grad=True)
+    for name in ("ReLU", "ReLUFromOutput"):
+        y, g = helpers.step(getattr(memsave.nn, name)(), x)
+        expected_y, expected_g = helpers.step(nn.ReLU(), x)
+        same(y, expected_y)
+        same(g, expected_g)
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_relu_with_an_infinite_gradient(value: float) -> None:
+    """What comes in where the input is negative does not come out: 0, not 0 times inf."""
+    results = []
+    for layer in (nn.ReLU(), memsave.nn.ReLU(), memsave.nn.ReLUFromOutput()):
+        x = torch.tensor([-1.0, 0.0, 1.0], requires_grad=True)
+        layer(x).backward(torch.full((3,), value))
+        results.append(x.grad)
+    same(results[0], torch.tensor([0.0, 0.0, value]))
+    same(results[1], results[0])
+    same(results[2], results[0])
+
+
+@pytest.mark.parametrize("name", ["Dropout", "DropoutFromRng"])
+@pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 0.9, 1.0])
+@pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("inplace", [True, False])
+def test_dropout(name: str, p: float, train: bool, inplace: bool) -> None:
+    """Its mask was drawn with p = 0.5 whatever p, and applied in eval; or it crashed."""
+    results = []
+    for layer in (nn.Dropout(p, inplace), getattr(memsave.nn, name)(p, inplace)):
+        layer.train(train)
+        x = torch.randn(50, 50, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        results.append(helpers.step(lambda x, f=layer: f(x * 1), x))
+    same(results[1], results[0])
+
+
+def test_dropout_scales_gradients_by_what_it_kept() -> None:
+    """The same fact without the stock layer: y and its gradient have one mask."""
+    x = torch.ones(10_000, requires_grad=True)
+    y = memsave.nn.Dropout(0.9)(x)
+    y.sum().backward()
+    same(x.grad, y.detach())
+    assert 0.05 < (y != 0).double().mean() < 0.15
+
+
+def test_changed_running_statistics() -> None:
+    """Went unnoticed: a change between forward and backward is an error, as with stock."""
+    for module in (nn, memsave.nn):
+        layer = module.BatchNorm2d(3).eval()
+        y = layer(torch.randn(2, 3, 4, 4, requires_grad=True))
+        layer.running_var.mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+
+
+@pytest.mark.parametrize("dims", [1, 2, 3])
+@pytest.mark.parametrize("momentum", [0.1, 0.0, 1.0, None])
+def test_num_batches_tracked(dims: int, momentum: float | None) -> None:
+    """Was not updated, which ``momentum=None`` (a cumulative average) needs, or crashed."""
+
+    def make(m):
+        return getattr(m, f"BatchNorm{dims}d")(3, momentum=momentum).double()
+
+    assert agree(make, 4, 3, *[5] * dims).num_batches_tracked == 2
+
+
+@pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
+def test_num_batches_tracked_set_to_none(train: bool) -> None:
+    """Old checkpoints have none."""
+
+    def make(m):
+        layer = m.BatchNorm2d(3).train(train)
+        layer.num_batches_tracked = None
+        return layer
+
+    agree(make, 4, 3, 5, 5)
+
+
+def test_subclasses_keep_their_forward() -> None:
+    """Were replaced, so that weight standardization and activations disappeared."""
+
+    class Standardized(nn.Conv2d):
+        def forward(self, x: Tensor) -> Tensor:
+            weight = self.weight / self.weight.std((1, 2, 3), keepdim=True)
+            return self._conv_forward(x, weight, self.bias)
+
+    class NormAct(nn.BatchNorm2d):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.relu(super().forward(x))
+
+    agree(lambda m: nn.Sequential(Standardized(3, 4, 3), NormAct(4), m.ReLU()), 2, 3, 8, 8)
+
+
+# Crashes.
+
+
+@either
+@every_float
+def test_convolution_dtypes(dtype: torch.dtype, frozen: bool) -> None:
+    """Frozen convolutions crashed in float64."""
+    agree(lambda m: m.Conv2d(3, 4, 3).to(dtype), 2, 3, 8, 8, frozen=frozen)
+    agree(lambda m: m.ConvTranspose2d(3, 4, 3).to(dtype), 2, 3, 8, 8, frozen=frozen)
+
+
+@either
+@every_float
+@pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
+def test_batch_norm_dtypes(dtype: torch.dtype, train: bool, frozen: bool) -> None:
+    """Frozen in eval mode it crashed in all but float32."""
+
+    def make(m):
+        layer = m.BatchNorm2d(3).to(dtype)
+        layer.running_mean.normal_()
+        layer.running_var.uniform_(0.5, 2)
+        return layer.train(train)
+
+    agree(make, 4, 3, 5, 5, frozen=frozen)
+
+
+@either
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
+def test_batch_norm_of_half_input_with_float_parameters(dtype, train: bool, frozen: bool) -> None:
+    """What ``model.half()`` with float32 norms gives."""
+    results = []
+    for module in (nn, memsave.nn):
+        torch.manual_seed(0)
+        layer = module.BatchNorm2d(3).train(train).requires_grad_(not frozen)
+        x = torch.randn(4, 3, 5, 5).to(dtype).requires_grad_()
+        results.append(helpers.step(layer, x))
+    same(results[1], results[0], rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"affine": False},
+        {"momentum": None},
+        {"track_running_stats": False},
+        {"affine": False, "track_running_stats": False},
+        {"eps": 0.1},
+    ],
+    ids=str,
+)
+def test_batch_norm_options(options: dict, train: bool) -> None:
+    """Crashed; without running statistics in eval by a segmentation fault."""
+    for dims in (1, 2, 3):
+
+        def make(m, dims=dims):
+            layer = getattr(m, f"BatchNorm{dims}d")(3, **options)
+            return layer.double().train(train)
+
+        x = torch.randn(4, 3, *[5] * dims).double()
+        agree(make, x=x)
+
+
+def test_batch_norm_1d_takes_features() -> None:
+    """Input of shape (n, c)."""
+    for train in (True, False):
+        agree(lambda m, t=train: m.BatchNorm1d(3).double().train(t), 5, 3)
+
+
+@every_float
+@pytest.mark.parametrize("dims", [1, 2, 3])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"ceil_mode": True},
+        {"stride": 1, "padding": 1},
+        {"dilation": 2},
+        {"stride": 3, "padding": 1, "dilation": 2, "ceil_mode": True},
+    ],
+    ids=str,
+)
+def test_max_pool(dims: int, dtype: torch.dtype, options: dict) -> None:
+    """Crashed with ``ceil_mode`` and in all dtypes but float32."""
+    x = torch.randn(2, 3, *[7] * dims).to(dtype)
+    agree(lambda m: getattr(m, f"MaxPool{dims}d")(3, **options), x=x)
+    agree(lambda m: getattr(m, f"MaxPool{dims}d")(3, **options), x=x[0])
+
+
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_max_pool_returns_indices(dims: int) -> None:
+    """Crashed; MaxUnpool needs them."""
+    results = []
+    for module in (nn, memsave.nn):
+        pool = getattr(module, f"MaxPool{dims}d")(2, return_indices=True)
+        x = torch.randn(2, 3, *[6] * dims, generator=torch.Generator().manual_seed(1))
+        x.requires_grad_()
+        y, places = pool(x)
+        assert not places.requires_grad
+        back = getattr(nn, f"MaxUnpool{dims}d")(2)(y, places)
+        results.append((y, places, back, *torch.autograd.grad(back.square().sum(), x)))
+    same(results[1], results[0])
+
+
+def test_max_pool_of_ties_nan_and_infinities() -> None:
+    """The gradient goes where stock sends it."""
+    for fill in (0.0, math.nan, -math.inf, math.inf):
+        x = torch.randn(1, 1, 6, 6, generator=torch.Generator().manual_seed(1))
+        x[..., ::2, :] = fill
+        agree(lambda m: m.MaxPool2d(3, 2, 1), x=x)
+
+
+@either
+@pytest.mark.parametrize("kernel", [3, 2, 4])
+@pytest.mark.parametrize("dilation", [1, 2])
+@pytest.mark.parametrize("padding", ["same", "valid"])
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel:UserWarning")
+def test_padding_by_name(padding: str, kernel: int, dilation: int, frozen: bool) -> None:
+    """``padding="same"`` crashed; an even kernel pads one more on the right."""
+    for dims in (1, 2, 3):
+
+        def make(m, dims=dims):
+            conv = getattr(m, f"Conv{dims}d")
+            return conv(2, 3, kernel, padding=padding, dilation=dilation).double()
+
+        agree(make, 2, 2, *[8] * dims, frozen=frozen)
+
+
+@either
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_unbatched_input(dims: int, frozen: bool) -> None:
+    """Crashed."""
+    for name in ("Conv", "ConvTranspose"):
+
+        def make(m, name=name):
+            return getattr(m, f"{name}{dims}d")(2, 3, 3, 2, 1).double()
+
+        agree(make, 2, *[6] * dims, frozen=frozen)
+    agree(lambda m: getattr(m, f"MaxPool{dims}d")(2), 2, *[6] * dims)
+
+
+@either
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_output_size_of_a_transposed_convolution(dims: int, frozen: bool) -> None:
+    """Crashed."""
+    for size in (9, 10):
+        results = []
+        for module in (nn, memsave.nn):
+            torch.manual_seed(0)
+            layer = getattr(module, f"ConvTranspose{dims}d")(2, 3, 3, stride=2, padding=1)
+            layer.double().requires_grad_(not frozen)
+            x = torch.randn(2, 2, *[5] * dims).double().requires_grad_()
+            run = lambda x, f=layer, s=size: f(x, output_size=[s] * dims)  # noqa: E731
+            results.append(helpers.step(run, x, model=layer))
+        assert results[0][0].shape[2:] == (size,) * dims
+        same(results[1], results[0])
+
+
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_bias_of_a_transposed_convolution_with_other_channels(dims: int) -> None:
+    """The gradient of the bias had the shape of the input's channels."""
+
+    agree(lambda m: getattr(m, f"ConvTranspose{dims}d")(5, 3, 2).double(), 2, 5, *[4] * dims)
+    results = []
+    for module in (nn, memsave.nn):
+        torch.manual_seed(0)
+        layer = getattr(module, f"ConvTranspose{dims}d")(5, 3, 2)
+        layer.weight.requires_grad_(False)
+        results.append(helpers.step(layer, torch.ones(2, 5, *[4] * dims)))
+    assert results[0][1].shape == (3,)
+    same(results[1], results[0])
+
+
+@either
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_groups(groups: int, frozen: bool) -> None:
+    """Depthwise convolutions included."""
+    agree(lambda m: m.Conv2d(4, 4, 3, groups=groups).double(), 2, 4, 6, 6, frozen=frozen)
+    agree(lambda m: m.ConvTranspose2d(4, 4, 3, groups=groups).double(), 2, 4, 6, 6, frozen=frozen)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast(dtype: torch.dtype) -> None:
+    """Crashed."""
+    results = []
+    for model in helpers.pair(helpers.ConvNet, torch.float32):
+        model.features[0].requires_grad_(False)
+        with torch.autocast("cpu", dtype=dtype):
+            results.append(helpers.step(model, helpers.image(dtype=torch.float32)))
+    same(results[1], results[0], rtol=5e-2, atol=5e-2)
+
+
+@pytest.mark.parametrize("name", ["weight_norm", "spectral_norm"])
+def test_parametrized_layers(name: str) -> None:
+    """Crashed."""
+    change = getattr(parametrizations, name)
+    agree(lambda m: nn.Sequential(change(m.Conv2d(3, 4, 3)), m.ReLU()).double(), 2, 3, 6, 6)
+    agree(lambda m: nn.Sequential(change(m.Linear(3, 4)), m.ReLU()).double(), 2, 3)
+
+
+def test_pruned_layers() -> None:
+    """Crashed."""
+
+    def make(m):
+        layer = prune.l1_unstructured(m.Conv2d(3, 4, 3).double(), "weight", 0.5)
+        return nn.Sequential(layer, m.ReLU())
+
+    agree(make, 2, 3, 6, 6)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointed_blocks(reentrant: bool) -> None:
+    """Non-reentrant checkpointing crashed."""
+    results = []
+    for model in helpers.pair(lambda: helpers.ConvNet().eval()):
+
+        def run(x, model=model):
+            y = checkpoint(model.features, x, use_reentrant=reentrant)
+            return model.head(y.mean((2, 3)))
+
+        results.append(helpers.step(run, helpers.image(), model=model))
+    same(results[1], results[0])
+
+
+def test_per_sample_gradients() -> None:
+    """``torch.func`` crashed."""
+    results = []
+    for model in helpers.pair(lambda: helpers.ConvNet().eval()):
+        state = {name: p.detach() for name, p in model.named_parameters()}
+
+        def loss(state, x, model=model):
+            return torch.func.functional_call(model, state, (x[None],)).square().sum()
+
+        results.append(torch.func.vmap(torch.func.grad(loss), (None, 0))(state, helpers.image(4)))
+    same(results[1], results[0])
+
+
+# Memory.
+
+
+def test_nothing_of_the_input_survives_a_frozen_layer() -> None:
+    """Masks lay on ``ctx``, where hooks do not see them; and backward made float32 zeros."""
+    for make, shape in (
+        (lambda: memsave.nn.Conv2d(3, 4, 3), (2, 3, 8, 8)),
+        (lambda: memsave.nn.BatchNorm2d(3).eval(), (2, 3, 8, 8)),
+        (lambda: memsave.nn.MaxPool2d(2), (2, 3, 8, 8)),
+        (lambda: memsave.nn.ReLU(), (2, 3, 8, 8)),
+        (lambda: memsave.nn.Dropout(), (2, 3, 8, 8)),
+    ):
+        layer = make().requires_grad_(False)
+        x = torch.randn(shape, requires_grad=True)
+        free = [*layer.parameters(), *layer.buffers()]
+        size = helpers.kept(lambda f=layer, x=x: f(x), free)
+        assert size <= x.nbytes / 16
+        assert not any(isinstance(value, Tensor) for value in vars(layer(x).grad_fn).values())
