@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor, is_legacy_batchedtensor
 from torch.autograd import forward_ad
 from torch.autograd.function import Function, FunctionCtx
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -265,9 +266,22 @@ def is_plain_gradient(g: Tensor) -> bool:
     return (
         type(g) is Tensor
         and not g.requires_grad
-        and not torch._C._functorch.is_legacy_batchedtensor(g)  # is_grads_batched
-        and not torch._C._functorch.is_functorch_wrapped_tensor(g)
+        and not is_legacy_batchedtensor(g)  # is_grads_batched
+        and not is_functorch_wrapped_tensor(g)
     )
+
+
+@contextmanager
+def outside_of_vmap() -> Iterator[None]:
+    """Where ``bwd`` may draw random numbers: the same for every incoming gradient of a batch."""
+    levels = torch._C._vmapmode_increment_nesting()  # of ``is_grads_batched``, and one
+    for _ in range(levels):
+        torch._C._vmapmode_decrement_nesting()
+    try:
+        yield
+    finally:
+        for _ in range(levels - 1):
+            torch._C._vmapmode_increment_nesting()
 
 
 def _amp_enabled(device: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -91,9 +92,9 @@ class Torch:
         """Whether it has a backward of its own for a row, or stock's."""
         return self.rules[row.name].bwd is not None
 
-    def changed(self, row: Layer, **fields: Any) -> Torch:
-        """The same, with another rule for one row."""
-        return Torch({**self.rules, row.name: self.rules[row.name]._replace(**fields)})
+    def changed(self, name: str, **fields: Any) -> Torch:
+        """The same, with another rule for the row of this name."""
+        return Torch({**self.rules, name: self.rules[name]._replace(**fields)})
 
     def layer(self, row: Layer) -> Callable[..., Any]:
         if row.name not in self._layers:
@@ -319,7 +320,9 @@ def _gradients(
 
 def _array(tensor: Tensor) -> Array:
     values = tensor.detach().double().numpy().copy()
-    return Array(str(tensor.dtype), tuple(tensor.shape), tensor.stride(), values)
+    strides = zip(tensor.stride(), tensor.shape, strict=True)
+    layout = tuple(stride if size > 1 else 0 for stride, size in strides) if tensor.numel() else ()
+    return Array(str(tensor.dtype), tuple(tensor.shape), layout, values)
 
 
 def _named(args: Mapping[str, Tensor | None], outputs: tuple[Tensor, ...]) -> dict[str, Tensor]:
@@ -334,7 +337,9 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _bits(tensor: Tensor) -> int:
-    return 8 * tensor.numel() * tensor.element_size()
+    """Of the elements that differ: an expanded axis is stored once."""
+    sizes = [size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride]
+    return 8 * math.prod(sizes) * tensor.element_size() if tensor.numel() else 0
 
 
 BACKENDS = [Torch()]

@@ -92,8 +92,8 @@ def outcome(function: Callable[..., Any], args: Sequence[Any], **options: Any) -
     """``y`` and the gradient of each argument that wants one, with the same random numbers."""
     torch.manual_seed(2)
     y = first(function(*args, **options))
-    y.backward(cotangent(y))
-    return [y, *(arg.grad for arg in args if isinstance(arg, Tensor) and arg.requires_grad)]
+    wanted = [arg for arg in args if isinstance(arg, Tensor) and arg.requires_grad]
+    return [y, *torch.autograd.grad(y, wanted, cotangent(y))]
 
 
 def attempt(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -56,7 +56,7 @@ class Case:
 
 
 def selects(row: Layer) -> bool:
-    """Whether the gradient only selects and scales, so that inf and nan have one right answer.
+    """Whether the gradient only selects and scales, so that infinities and nan have one answer.
 
     True where some row of the op keeps no floats: nothing but extras of so many bits.
     """
@@ -67,6 +67,11 @@ def selects(row: Layer) -> bool:
         for mask in [frozenset(other.args)]
         if mask in other.masks()
     )
+
+
+def is_elementwise(row: Layer) -> bool:
+    """Whether, moreover, each element is selected once, so that nothing is rounded."""
+    return selects(row) and all(axes == row.y for axes in row.args.values())
 
 
 def wanted(row: Layer) -> list[frozenset[str]]:

@@ -68,6 +68,16 @@ def _zeros(g: Tensor, wrt: Mask, shapes: Shapes) -> Grads:
     return {name: g.new_zeros(like.shape, dtype=like.dtype) for name, like in likes.items() if like}
 
 
+def _weight_or_ones(weight: Tensor | None, g: Tensor, shapes: Shapes) -> Tensor | None:
+    """The weight for a kernel that does not read it: without one, the kernel's own derivative
+    leaves out the gradients of weight and bias.
+    """
+    like = shapes["weight"] or shapes["bias"]
+    if weight is not None or like is None:
+        return weight
+    return torch.ones(like.shape, dtype=like.dtype, device=g.device)
+
+
 def _bwd_eval(g: Tensor, wrt: Mask, saved: Saved, shapes: Shapes, *, eps: float) -> Grads:
     if not g.numel():
         return _zeros(g, wrt, shapes)
@@ -81,9 +91,8 @@ def _bwd_eval(g: Tensor, wrt: Mask, saved: Saved, shapes: Shapes, *, eps: float)
     if "weight" in wrt:
         mean, var = saved["running_mean"], saved["running_var"]
         mask = [False, True, False]
-        # None stands for the weight, which this gradient does not read.
         grads["weight"] = torch.ops.aten.native_batch_norm_backward(
-            g, saved["x"], None, mean, var, None, None, False, eps, mask
+            g, saved["x"], _weight_or_ones(None, g, shapes), mean, var, None, None, False, eps, mask
         )[1].to(shapes["weight"].dtype)  # type: ignore[union-attr]
     if "bias" in wrt:
         grads["bias"] = _bias_gradient(g, shapes)
@@ -97,7 +106,7 @@ def _bwd_train(
         return _zeros(g, wrt, shapes)
     if wrt == {"bias"}:
         return {"bias": _bias_gradient(g, shapes)}
-    weight = saved["weight"] if "x" in wrt else None
+    weight = _weight_or_ones(saved["weight"] if "x" in wrt else None, g, shapes)
     mask = [name in wrt for name in ("x", "weight", "bias")]
     # Stock's op: its own derivative accounts for mean and rstd being functions of x.
     dx, dweight, dbias = torch.ops.aten.native_batch_norm_backward(
@@ -107,9 +116,7 @@ def _bwd_train(
 
 
 def _cast(grads: dict[str, Tensor | None], wrt: Mask, shapes: Shapes) -> Grads:
-    """The wanted gradients in the dtypes of their arguments; ``None`` for the weight, where it is
-    not read, leaves the kernel to choose.
-    """
+    """The wanted gradients in the dtypes of their arguments."""
     return {name: grads[name].to(shapes[name].dtype) for name in wrt}  # type: ignore[union-attr]
 
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import kernels, spec
-from ..function import Grads, Mask, Saved, Shapes, define, is_plain_gradient
+from ..function import Grads, Mask, Saved, Shapes, define, is_plain_gradient, outside_of_vmap
 from ..kernels.reference import Like
 from .module import drop_in
 
@@ -84,7 +84,8 @@ def _bwd_rng(
     now = generator.get_state()
     generator.set_state(saved["rng_state"])
     try:
-        noise = _primal(ones, p=p, inplace=inplace)
+        with outside_of_vmap():
+            noise = _primal(ones, p=p, inplace=inplace)
     finally:
         generator.set_state(now)
     return {"x": _apply(g, noise)}

@@ -42,8 +42,9 @@ def drop_in(*rows: Layer) -> Callable[[M], M]:
             # A tracer of torch.fx takes modules of torch.nn for leaves, and looks into others.
             input = args[0] if args else kwargs.get("input")
             if isinstance(input, fx.Proxy):
-                return input.tracer.call_module(self, _node(self, input.tracer), args, kwargs)
-            return super(cls, self).__call__(*args, **kwargs)
+                tracer: Any = input.tracer
+                return tracer.call_module(self, _node(self, tracer), args, kwargs)
+            return stock.__call__(self, *args, **kwargs)
 
         cls.__call__ = __call__  # type: ignore[method-assign]
         cls._get_name = lambda self: f"memsave.{cls.__name__}"  # type: ignore[method-assign]
