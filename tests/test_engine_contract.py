@@ -14,7 +14,6 @@ from typing import ClassVar
 import helpers
 import pytest
 import torch
-import torch.nn.functional as F
 from helpers import every_row, first, inputs, options, ours, outcome, same, stock
 from torch import Tensor, nn
 from torch.autograd import forward_ad
@@ -279,10 +278,6 @@ def test_batched_gradients(row: Layer) -> None:
         g = torch.stack([helpers.cotangent(y), torch.ones_like(y)])
         return torch.autograd.grad(y, wanted, g, is_grads_batched=True)
 
-    if row.name == "dropout_from_rng":  # draws in backward, which that vmap refuses
-        with pytest.raises(RuntimeError, match="random operations inside of vmap"):
-            run(ours(row), [*inputs(row).values()], options(row))
-        return
     for wrt in row.masks()[1:]:
         actual, expected = both(row, run, wrt=wrt)
         same(actual, expected)
@@ -437,7 +432,7 @@ def test_subclass_with_torch_function(row: Layer) -> None:
     ids=lambda dtype: str(dtype).removeprefix("torch."),
 )
 def test_dtypes(row: Layer, dtype) -> None:
-    """Each dtype gives what it gives with stock, an error included."""
+    """What stock gives for each, an error included."""
 
     def run(function, args, options):
         wanted = args[0].is_floating_point() or args[0].is_complex()
@@ -490,7 +485,7 @@ def test_channels_last(row: Layer) -> None:
 
 @every_row
 def test_strided_inputs_and_gradients(row: Layer) -> None:
-    """Transposed, expanded and sliced memory."""
+    """Sliced input, expanded gradient."""
 
     def run(function, args, options):
         x = args[0].detach()
@@ -568,8 +563,6 @@ def test_errors_are_stock_errors(case: str, wanted: bool) -> None:
         x = x.detach().clone()
         x.requires_grad_(wanted and x.is_floating_point())
     expected, actual = (helpers.attempt(lambda m=m: make(m)(x)) for m in (nn, memsave.nn))
-    if expected is not ValueError or "padding" not in case:
-        assert isinstance(expected, type)
     assert isinstance(expected, type)
     assert actual is expected
 
@@ -597,11 +590,11 @@ def test_inplace_overwrites_and_is_seen_by_version_checks(cls: str) -> None:
         w.sum().backward()
 
 
-def test_functions_take_tensors_off_the_default_path() -> None:
-    """Views, outputs of other layers and empty batches, as one network has them."""
-    x = torch.randn(0, 3, 8, 8, requires_grad=True)
+def test_an_empty_batch() -> None:
+    """The rows' sizes are all positive."""
     for module in (nn, memsave.nn):
+        x = torch.randn(0, 3, 8, 8, requires_grad=True)
         y = module.ReLU()(module.MaxPool2d(2)(module.Conv2d(3, 4, 3)(x)))
         y.sum().backward()
         assert y.shape == (0, 4, 3, 3)
-        assert F.relu(x).shape == x.grad.shape
+        assert x.grad.shape == x.shape
