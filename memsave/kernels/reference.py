@@ -41,23 +41,30 @@ def pack(mask: Tensor, like: Like) -> Tensor:
     return flat.view(torch.int64).mul_(GATHER).bitwise_right_shift_(56).to(torch.uint8)
 
 
-def unpack(bits: Tensor, like: Like, one: bool | int | float, dtype: torch.dtype) -> Tensor:
-    """A fresh tensor of ``like``'s shape and layout: ``one`` where a bit is set, 0 elsewhere."""
+def unpack(
+    bits: Tensor, like: Like, one: bool | int | float, dtype: torch.dtype, over: float = 1
+) -> Tensor:
+    """A fresh tensor of ``like``'s shape and layout: where a bit is set ``one``, or ``one / over``
+    as torch rounds it in ``dtype``; 0 elsewhere.
+    """
     if torch.compiler.is_compiling():
-        return _unpack_traced(bits, like.shape, one, dtype)
+        return _unpack_traced(bits, like.shape, one, dtype, over)
     # A table made of fake tensors or under functorch must not outlive its mode.
     table = _cached_table if type(bits) is Tensor else _table
-    flat = table(one, dtype, bits.device).index_select(0, bits.int()).view(-1)
+    flat = table(one, dtype, over, bits.device).index_select(0, bits.int()).view(-1)
     if _dense(like):
         return flat.as_strided(like.shape, like.stride)
     return flat[: like.shape.numel()].view(like.shape)
 
 
-def _table(one: bool | int | float, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _table(
+    one: bool | int | float, dtype: torch.dtype, over: float, device: torch.device
+) -> Tensor:
     """Row ``b``: the eight values that byte ``b`` stands for; shape (256, 8)."""
     byte = torch.arange(256, device=device)[:, None]
     bit = torch.arange(8, device=device)
-    return ((byte >> bit) & 1).to(dtype).mul_(one)
+    values = ((byte >> bit) & 1).to(dtype).mul_(one)
+    return values if over == 1 else values.div_(over)
 
 
 _cached_table = lru_cache(maxsize=64)(_table)
@@ -96,8 +103,9 @@ def _pack_traced(mask: Tensor) -> Tensor:
 
 
 def _unpack_traced(
-    bits: Tensor, shape: torch.Size, one: bool | int | float, dtype: torch.dtype
+    bits: Tensor, shape: torch.Size, one: bool | int | float, dtype: torch.dtype, over: float
 ) -> Tensor:
     shifts = torch.arange(8, dtype=torch.uint8, device=bits.device)
     flat = ((bits[:, None] >> shifts) & 1).view(-1)[: shape.numel()]
-    return flat.view(shape).to(dtype) * one
+    values = flat.view(shape).to(dtype) * one
+    return values if over == 1 else values / over

@@ -41,7 +41,7 @@ def _primal_train(
 def _fwd_train(
     wrt: Mask, x: Tensor, *args: Tensor | None, momentum: float, eps: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    if x.ndim < 2 or x.numel() == x.shape[1]:
+    if x.ndim < 2 or x.shape[0] * x.shape[2:].numel() == 1:
         return _primal_train(x, *args, momentum=momentum, eps=eps), {}  # raises stock's error
     running_mean, running_var, weight, bias = args
     # The op inside torch.batch_norm, which also returns the statistics.

@@ -21,29 +21,19 @@ def _fused(x: Tensor, inplace: bool) -> bool:
     return x.device.type in ("cuda", "xpu") and not inplace
 
 
-def _draw(x: Tensor, p: float, inplace: bool) -> tuple[Tensor, Tensor]:
-    """``y`` and a fresh boolean mask of what was kept, as stock draws it."""
-    if _fused(x, inplace):
-        y, kept = torch.native_dropout(x, p, True)
-        return y, kept
-    noise = torch.empty_like(x).bernoulli_(1 - p)
-    kept = noise != 0
-    noise.div_(1 - p)
-    return (x.mul_(noise) if inplace else x * noise), kept
-
-
-def _scale(p: float, dtype: torch.dtype, fused: bool) -> float:
-    """``1 / (1 - p)``, rounded as stock rounds it."""
-    if fused:
-        return 1 / (1 - p)
-    return torch.ones((), dtype=dtype, device="cpu").div_(1 - p).item()
-
-
 def _fwd(
     wrt: Mask, x: Tensor, *, p: float, inplace: bool = False
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    y, kept = _draw(x, p, inplace)
-    return y, {"kept": kernels.pack(kept, Like.of(y))}
+    if _fused(x, inplace):
+        y, kept = torch.native_dropout(x, p, True)
+        return y, {"kept": kernels.pack(kept, Like.of(y))}
+    # On CPU the numbers do not depend on the dtype that they are drawn in; elsewhere they may.
+    kept = torch.empty_like(x, dtype=torch.bool if x.device.type == "cpu" else x.dtype)
+    kept.bernoulli_(1 - p)
+    like = Like.of(x if inplace else kept)
+    bits = kernels.pack(kept.bool(), like)
+    noise = kernels.unpack(bits, like, 1, x.dtype, over=1 - p)
+    return (x.mul_(noise) if inplace else noise.mul_(x)), {"kept": bits}
 
 
 def _apply(g: Tensor, noise: Tensor) -> Tensor:
@@ -56,8 +46,9 @@ def _bwd(
 ) -> Grads:
     like = shapes["y"]
     assert like is not None
-    scale = _scale(p, g.dtype, _fused(g, inplace))
-    return {"x": _apply(g, kernels.unpack(saved["kept"], like, scale, g.dtype))}
+    # The fused kernel multiplies by the rounded reciprocal, the other op divides.
+    one, over = (1 / (1 - p), 1) if _fused(g, inplace) else (1, 1 - p)
+    return {"x": _apply(g, kernels.unpack(saved["kept"], like, one, g.dtype, over))}
 
 
 def _generator(device: torch.device) -> torch.Generator:

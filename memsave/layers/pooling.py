@@ -88,7 +88,10 @@ def _fwd(
     y, places = MAX_POOL[dims](x, kernel_size, **{**options, "return_indices": True})
     window = _window(dims, x.shape, y.shape, kernel_size=kernel_size, **options)
     dtype = OFFSET[spec.offset_bits(window.kernel)]
-    extras = {"offsets": window.offsets(places).to(dtype)}
+    offsets = window.offsets(places)
+    if dims == 3:  # stock's index of a channels_last window of nothing but -inf lies outside of it
+        offsets.clamp_(0, math.prod(window.kernel) - 1)
+    extras = {"offsets": offsets.to(dtype)}
     return ((y, places) if options.get("return_indices") else y), extras
 
 
@@ -97,6 +100,8 @@ def _bwd(dims: int, g: Tensor, wrt: Mask, saved: Saved, shapes: Shapes, **option
     assert like is not None
     places = _window(dims, like.shape, g.shape, **options).places(saved["offsets"])
     inputs, outputs = like.shape[-dims:], g.shape[-dims:]
+    if dims == 3:  # and that window may begin in the padding
+        places.clamp_(0, math.prod(inputs) - 1)
     # Scatter along one flat axis of places; windows that overlap add up. The channels stay the
     # last axis where they are stored so.
     if channels_last(like, dims):
