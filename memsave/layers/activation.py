@@ -34,8 +34,9 @@ def _relu_primal(x: Tensor, *, inplace: bool = False) -> Tensor:
 
 def _relu_fwd(wrt: Mask, x: Tensor, *, inplace: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
     y = F.relu(x, inplace)
-    # Stock passes a gradient unless y <= 0, hence also where y is nan.
-    return y, {"positive": kernels.pack(y <= 0, Like.of(y)).bitwise_not_()}
+    # Stock passes a gradient unless y <= 0, hence also where y is nan. y is never negative, so that
+    # is where it is not zero, and torch converts to bool four times as fast as it compares.
+    return y, {"positive": kernels.pack(y.bool(), Like.of(y))}
 
 
 def _relu_bwd(
