@@ -238,12 +238,13 @@ def _mask(names: tuple[str, ...], reads: Mapping[str, Any], args: tuple[Any, ...
 
 def _stock_only(rule: Rule, args: tuple[Any, ...], options: Mapping[str, Any]) -> bool:
     """Whether this call is one that a Python autograd function cannot serve."""
+    if torch._C._are_functorch_transforms_active():
+        return True
     if torch.compiler.is_compiling():
         inplace = rule.row.inplace and options.get("inplace")
         return not rule.compiled or torch.compiler.is_exporting() or bool(inplace)
     return (
-        torch._C._are_functorch_transforms_active()
-        or forward_ad._current_level >= 0
+        forward_ad._current_level >= 0
         or torch._C._get_tracing_state() is not None
         or torch.compiler.is_exporting()
         or not all(arg is None or _plain(arg) for arg in args)

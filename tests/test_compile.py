@@ -175,3 +175,29 @@ def test_checkpointed_inside() -> None:
 
     actual = helpers.step(compiled(run), x)
     same(actual, helpers.step(stock_model, x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("transform", ["per-sample", "jvp"])
+def test_transforms_inside(transform: str) -> None:
+    """``torch.func`` inside of compiled code, where an autograd function has no vmap."""
+
+    def run(model: nn.Module):
+        parameters = dict(model.named_parameters())
+
+        def loss(parameters, x):
+            return torch.func.functional_call(model, parameters, (x[None],)).square().sum()
+
+        def per_sample(x):
+            return torch.func.vmap(torch.func.grad(loss), (None, 0))(parameters, x)
+
+        def jvp(x):
+            return torch.func.jvp(lambda x: loss(parameters, x[0]), (x,), (torch.ones_like(x),))
+
+        chosen = {"per-sample": per_sample, "jvp": jvp}[transform]
+        return compiled(chosen)(helpers.image().detach())
+
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten())
+
+    before, after = (run(model) for model in helpers.pair(make))
+    same(after, before)
