@@ -19,12 +19,13 @@ from strategies import Case, is_elementwise, wanted
 from memsave.spec import TABLE, Layer
 
 #: Largest difference of a gradient from stock's, as a part of the gradient's largest element (or
-#: of 1, where that is smaller: the values are of order 1). A few roundings.
+#: of 1, where that is smaller: the values are of order 1): that of sums of a thousand terms, in
+#: the coarsest dtype of the arguments, as stock may round to that in between.
 TOLERANCES = {
-    "torch.float64": 1e-13,
-    "torch.float32": 1e-5,
-    "torch.bfloat16": 4e-2,
-    "torch.float16": 4e-3,
+    "float64": 1e-12,
+    "float32": 1e-4,
+    "bfloat16": 4e-2,
+    "float16": 4e-3,
 }
 
 
@@ -47,9 +48,8 @@ def check_output_equals_stock(backend: Any, row: Layer, case: Case) -> None:
 
 def check_gradient_equals_stock(backend: Any, row: Layer, case: Case) -> None:
     """Gradients are those of stock: to the bit where they only select."""
-    _assert_equal_gradients(
-        row, backend.run(row, case).grads, backend.run(row, case, stock=True).grads
-    )
+    ours, stock = backend.run(row, case), backend.run(row, case, stock=True)
+    _assert_equal_gradients(row, case, ours.grads, stock.grads)
 
 
 def check_fails_as_stock(backend: Any, row: Layer, case: Case) -> None:
@@ -111,7 +111,7 @@ def check_rows_of_one_op_agree(backend: Any, row: Layer, case: Case) -> None:
     for one, other in pairwise(results):
         for mine, its in zip(one.outputs, other.outputs, strict=True):
             _assert_same(mine, its)
-        _assert_equal_gradients(row, one.grads, other.grads)
+        _assert_equal_gradients(row, case, one.grads, other.grads)
 
 
 def check_backward_twice(backend: Any, row: Layer, case: Case) -> None:
@@ -125,7 +125,7 @@ def check_batched_backward(backend: Any, row: Layer, case: Case) -> None:
     """Several incoming gradients at once give what they give one by one."""
     batched, loop = backend.run_batched(row, case)
     for name in loop:
-        _assert_close(batched[name], loop[name])
+        _assert_close(case, batched[name], loop[name])
 
 
 def check_gradient(backend: Any, row: Layer, case: Case) -> None:
@@ -145,7 +145,7 @@ PROPERTIES: dict[Callable[..., None], dict[str, Any]] = {
     check_keeps_what_the_table_says: {"empty": False},
     check_nothing_else_stays_alive: {"empty": False},
     check_needs_everything_it_keeps: {"empty": False},
-    check_smaller_mask_keeps_no_more: {},
+    check_smaller_mask_keeps_no_more: {"empty": False},
     check_rows_of_one_op_agree: {"special": True},
     check_backward_twice: {"special": True},
     check_batched_backward: {"dtypes": ("float64",)},
@@ -165,10 +165,15 @@ def _own(backend: Any, row: Layer, case: Case) -> Case:
     return case if backend.has_backward(row) else replace(case, layout="contiguous")
 
 
-def _assert_equal_gradients(row: Layer, ours: dict[str, Array], its: dict[str, Array]) -> None:
+def _assert_equal_gradients(
+    row: Layer, case: Case, ours: dict[str, Array], its: dict[str, Array]
+) -> None:
     assert ours.keys() == its.keys()
     for name in ours:
-        (_assert_same if is_elementwise(row) else _assert_close)(ours[name], its[name])
+        if is_elementwise(row):
+            _assert_same(ours[name], its[name])
+        else:
+            _assert_close(case, ours[name], its[name])
 
 
 def _assert_same(ours: Array, its: Array) -> None:
@@ -179,10 +184,11 @@ def _assert_same(ours: Array, its: Array) -> None:
     assert np.array_equal(np.signbit(ours.values)[number], np.signbit(its.values)[number])
 
 
-def _assert_close(ours: Array, its: Array) -> None:
+def _assert_close(case: Case, ours: Array, its: Array) -> None:
     assert (ours.dtype, ours.shape) == (its.dtype, its.shape)
     finite = np.isfinite(its.values)
     assert np.array_equal(ours.values[~finite], its.values[~finite], equal_nan=True)
     scale = np.abs(its.values[finite]).max(initial=1.0)
     error = np.abs(ours.values[finite] - its.values[finite]).max(initial=0.0)
-    assert error <= TOLERANCES[its.dtype] * scale, f"off by {error}: {ours}, not {its}"
+    tolerance = max(TOLERANCES[dtype] for dtype in case.dtypes.values())
+    assert error <= tolerance * scale, f"off by {error}: {ours}, not {its}"

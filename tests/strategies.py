@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from hypothesis import assume
 from hypothesis import strategies as st
 
 from memsave.spec import TABLE, Layer, Shape
@@ -64,8 +65,7 @@ def selects(row: Layer) -> bool:
         all(name in other.extras and other.extras[name].bits for name in other.saves(mask))
         for other in TABLE.values()
         if other.op == row.op
-        for mask in [frozenset(other.args)]
-        if mask in other.masks()
+        for mask in [frozenset(other.reads)]
     )
 
 
@@ -127,13 +127,17 @@ def cases(
     )
 
 
-def accepted(backend: Any, row: Layer, **domain: Any) -> st.SearchStrategy[Case]:
+def accepted(
+    backend: Any, row: Layer, *, empty: bool = True, **domain: Any
+) -> st.SearchStrategy[Case]:
     """The calls of a row that stock accepts, forward and backward."""
-    return cases(row, **domain).filter(lambda case: backend.accepts(row, case))
+    return cases(row, empty=empty, **domain).filter(
+        lambda case: backend.accepts(row, case, empty=empty)
+    )
 
 
 @st.composite
-def flawed(draw: st.DrawFn, row: Layer) -> Case:
+def flawed(draw: st.DrawFn, backend: Any, row: Layer) -> Case:
     """Calls with one argument of a wrong shape or dtype (or right after all)."""
     case = draw(cases(row))
     name = draw(st.sampled_from([name for name, shape in case.shapes.items() if shape is not None]))
@@ -153,7 +157,9 @@ def flawed(draw: st.DrawFn, row: Layer) -> Case:
         )
     )
     dtype = draw(st.sampled_from([case.dtypes[name], *DTYPES]))
-    return replace(case, shapes={**case.shapes, name: shape}, dtypes={**case.dtypes, name: dtype})
+    case = replace(case, shapes={**case.shapes, name: shape}, dtypes={**case.dtypes, name: dtype})
+    assume(not backend.crashes(case))
+    return case
 
 
 def _seldom(draw: st.DrawFn) -> bool:
@@ -170,13 +176,13 @@ def _sizes(
     sizes: dict[str, Shape] = {}
     for axis, starred in axes.items():
         kernel = axis[0] == "k" and axis[1:] in axes
-        size = st.integers(1, min(3, largest) if kernel else largest)
         if starred:
-            sizes[axis] = tuple(
-                draw(st.lists(size, max_size=3).filter(lambda shape: math.prod(shape) <= 40))
-            )
+            count = draw(st.sampled_from((1, 2, 0, 3, 4)))
+            sizes[axis] = tuple(draw(st.integers(1, 3)) for _ in range(count))
+        elif kernel:
+            sizes[axis] = (draw(st.integers(1, min(3, largest))),)
         else:
-            sizes[axis] = (draw(size) * unit.get(axis, 1),)
+            sizes[axis] = (draw(st.integers(1, largest) | st.just(largest)) * unit.get(axis, 1),)
     return sizes
 
 

@@ -54,4 +54,4 @@ def test_derivative(
 @ROWS
 @given(data=st.data())
 def test_fails_as_stock(row: Layer, backend: Any, data: st.DataObject) -> None:
-    check_fails_as_stock(backend, row, data.draw(flawed(row)))
+    check_fails_as_stock(backend, row, data.draw(flawed(backend, row)))
