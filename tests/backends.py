@@ -215,7 +215,8 @@ class Torch:
         args = _args(leaves, case)
         with Births() as births:
             outputs = _call(self.layer(row), args, case)
-        graph = outputs[0].grad_fn
+        # Of what follows: in torch 2.11 a Python node does not live by being referred to.
+        graph = outputs[0].sum().grad_fn
         storages = {
             name: (_storage(array), StorageWeakRef(array.untyped_storage()), _bits(array))
             for name, array in _named(args, outputs).items()
