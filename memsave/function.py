@@ -119,10 +119,11 @@ def differentiable(rule: Rule) -> Callable[..., Any]:
     """The differentiable function of a rule (see :func:`define`)."""
     row, primal, stock_keeps = rule.row, rule.primal, rule.stock_keeps
     function = _function(rule)
-    names = tuple(row.args)
+    # Not the row's own mappings, which torch.compile cannot trace in every version.
+    names, wantable = tuple(row.args), frozenset(row.reads)
 
     def layer(*args: Any, **options: Any) -> Any:
-        wrt = _mask(names, row.reads, args) if torch.is_grad_enabled() else None
+        wrt = _mask(names, wantable, args) if torch.is_grad_enabled() else None
         if not wrt or _stock_only(rule, args, options):
             return primal(*args, **options)
         if stock_keeps is not None and tuple(stock_keeps(wrt, **options)) == row.saves(wrt):
@@ -226,12 +227,12 @@ def _first(y: Any) -> Tensor:
     return y[0] if isinstance(y, tuple) else y
 
 
-def _mask(names: tuple[str, ...], reads: Mapping[str, Any], args: tuple[Any, ...]) -> Mask:
+def _mask(names: tuple[str, ...], wantable: Mask, args: tuple[Any, ...]) -> Mask:
     return frozenset(
         [
             name
             for name, arg in zip(names, args, strict=True)
-            if name in reads and isinstance(arg, Tensor) and arg.requires_grad
+            if name in wantable and isinstance(arg, Tensor) and arg.requires_grad
         ]
     )
 
@@ -242,7 +243,9 @@ def _stock_only(rule: Rule, args: tuple[Any, ...], options: Mapping[str, Any]) -
         return True
     if torch.compiler.is_compiling():
         inplace = rule.row.inplace and options.get("inplace")
-        return not rule.compiled or torch.compiler.is_exporting() or bool(inplace)
+        # (is_exporting() is always true to the compiler of torch 2.11.)
+        exporting = torch.compiler._is_exporting_flag
+        return not rule.compiled or exporting or bool(inplace)
     return (
         forward_ad._current_level >= 0
         or torch._C._get_tracing_state() is not None
@@ -285,8 +288,16 @@ def outside_of_vmap() -> Iterator[None]:
             torch._C._vmapmode_increment_nesting()
 
 
+#: Devices that have autocast. (Asked here, as torch.compile cannot trace it in every version.)
+_AUTOCAST = frozenset(
+    device
+    for device in ("cpu", "cuda", "hpu", "mps", "mtia", "xla", "xpu")
+    if torch.amp.is_autocast_available(device)
+)
+
+
 def _amp_enabled(device: str) -> bool:
-    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return device in _AUTOCAST and torch.is_autocast_enabled(device)
 
 
 def _autocast_dtype(args: tuple[Any, ...]) -> torch.dtype | None:
