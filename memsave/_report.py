@@ -442,18 +442,18 @@ def report(
     """
     run = functools.partial(_run, model, inputs, kwargs, trainable, fake)
     status = {entry.status for entry in coverage(model)}
+    modules = dict(model.named_modules())
     now = run()
     with _classes_restored(model):
         stock = _with(revert, model, run) if "converted" in status else now
     with _classes_restored(model):
         converted = _with(convert, model, run) if "convertible" in status else now
         rows = [
-            _row(name, dict(model.named_modules()), stock, now, converted)
+            _row(name, modules, stock, now, converted)
             for name in {**stock.kept, **now.kept, **converted.kept}
         ]
     table = {call.module for call in converted.predictions}
     rest: dict[str, int] = {}
-    modules = dict(model.named_modules())
     for name, ops in converted.ops.items():
         for op, size in ops.items():
             if size and name not in table:
