@@ -32,7 +32,7 @@ from torch.autograd.function import Function, FunctionCtx
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .kernels.reference import Like
-from .spec import Layer
+from .spec import Layer, Residuals
 
 Mask = frozenset[str]
 Saved = Mapping[str, Any]
@@ -59,10 +59,6 @@ class Call(NamedTuple):
     wrt: Mask
     arrays: Mapping[str, Tensor | None]
     options: Mapping[str, Any]
-
-
-class MissingResidual(KeyError):
-    """A rule reads a residual that its row does not keep for this mask."""
 
 
 RULES: dict[str, Rule] = {}
@@ -189,20 +185,6 @@ def _function(rule: Rule) -> type[Function]:
     name = "Memsave" + "".join(part.capitalize() for part in row.name.split("_"))
     body = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
     return type(name, (Function,), body)
-
-
-class Residuals(dict[str, Any]):
-    """What was saved, by name; reading anything else fails with the name."""
-
-    def __init__(self, row: Layer, wrt: Mask, saved: Mapping[str, Any]) -> None:
-        super().__init__(saved)
-        self.row, self.wrt = row, wrt
-
-    def __missing__(self, name: str) -> Any:
-        raise MissingResidual(
-            f"the rule of row {self.row.name!r} reads {name!r}, which the row does not keep for "
-            f"the gradients of {sorted(self.wrt)} (it keeps {self.row.saves(self.wrt)})"
-        )
 
 
 @contextmanager

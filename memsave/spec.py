@@ -210,6 +210,50 @@ class Layer:
         return sizes
 
 
+class MissingResidual(KeyError):
+    """A rule reads a residual that its row does not keep for this mask."""
+
+
+class Residuals(dict[str, Any]):
+    """What was saved, by name; reading anything else fails with the name."""
+
+    def __init__(self, row: Layer, wrt: frozenset[str], saved: Mapping[str, Any]) -> None:
+        super().__init__(saved)
+        self.row, self.wrt = row, wrt
+
+    def __missing__(self, name: str) -> Any:
+        raise MissingResidual(
+            f"the rule of row {self.row.name!r} reads {name!r}, which the row does not keep for "
+            f"the gradients of {sorted(self.wrt)} (it keeps {self.row.saves(self.wrt)})"
+        )
+
+
+def permutation(axes: str, to: str, ndim: int) -> tuple[int, ...]:
+    """The order in which to take the axes of an array to go from one layout to another.
+
+    >>> permutation("*n c h w", "*n h w c", 4)
+    (0, 2, 3, 1)
+
+    Args:
+        axes: The named axes of the array, which has ``ndim``.
+        to: The same axes in another order.
+
+    Raises:
+        ValueError: The two do not name the same axes.
+    """
+    places = [name for token in axes.split() for name in _repeated(token, ndim - len(axes.split()))]
+    wanted = [name for token in to.split() for name in _repeated(token, ndim - len(axes.split()))]
+    if sorted(places) != sorted(wanted) or len(places) != ndim:
+        raise ValueError(f"{to!r} is no order of the axes {axes!r} of {ndim} dimensions")
+    return tuple(places.index(name) for name in wanted)
+
+
+def _repeated(token: str, spare: int) -> list[str]:
+    """A starred axis is one per spare dimension, any other is one."""
+    axis = _axis(token)
+    return [f"{axis}[{k}]" for k in range(spare + 1)] if token.startswith("*") else [axis]
+
+
 def _axis(token: str) -> str:
     """The axis that ``*n`` or ``i/groups`` is about."""
     return token.lstrip("*").partition("/")[0]
@@ -309,10 +353,10 @@ def _max_pool(dims: int) -> Layer:
 
     return Layer(
         f"max_pool{dims}d",
-        args={"x": f"*n {x}"},
-        y=f"*n {y}",
+        args={"x": f"*n c {x}"},
+        y=f"*n c {y}",
         reads={"x": ("offsets",)},
-        extras={"offsets": Extra(f"*n {y}", bits=bits)},
+        extras={"offsets": Extra(f"*n c {y}", bits=bits)},
         options={
             "kernel_size": (2, 3),
             "stride": (None, 1, 2),
@@ -390,7 +434,7 @@ DROPOUT_FROM_RNG = Layer(
     args={"x": "*n"},
     y="*n",
     reads={"x": ("rng_state",)},
-    extras={"rng_state": Extra("s", bits=8)},
+    extras={"rng_state": Extra("*s")},
     options={"p": (0.5, 0.1, 0.9), "inplace": (False, True)},
     inplace=True,
 )

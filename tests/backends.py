@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_leaves
 
 import memsave.functional  # noqa: F401  (defines the rules)
 from memsave import function
-from memsave.function import MissingResidual, Rule
-from memsave.spec import Layer
+from memsave.function import Rule
+from memsave.spec import Layer, MissingResidual
 
 #: Layouts of five and four axes that store the channels last.
 CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}

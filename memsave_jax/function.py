@@ -1,0 +1,310 @@
+"""The engine: turns a row of the table and three pure functions into a differentiable function.
+
+The only file that talks to JAX's custom derivatives. For every row alike it reads the mask, asks
+the table what to keep, keeps exactly that, and hands ``bwd`` only what was kept.
+
+A rule is ``primal`` (the stock op), ``fwd`` and ``bwd``::
+
+    primal(*args, **options) -> y
+    fwd(wrt, *args, **options) -> y, {extra: array}
+    bwd(g, wrt, saved, shapes, **options) -> {argument: gradient}
+
+``y`` may be a tuple, of which the table describes the first; ``g`` is one then, too. ``fwd`` and
+``bwd`` must themselves be differentiable, ``fwd`` with the derivative of the stock op: then higher
+derivatives are exact. ``bwd`` must be linear in ``g``. Options that are arrays (a PRNG key) reach
+``primal`` and ``fwd`` but not ``bwd``: what backward needs of them is an extra.
+
+The triple can drive two forms. Which one is used is a matter of :func:`using`:
+
+``custom_jvp``, the default
+    The tangent of ``y`` is the linear transpose of ``bwd``, and JAX transposes it back for reverse
+    mode; ``jax.checkpoint`` around it says that nothing but the residuals may be kept. It serves
+    forward mode (``jvp``, ``linearize``, ``jacfwd``) as well, and as JAX itself asks the rule anew
+    for every mask, no structure has to be kept fixed. Compiled, it is the same program as the
+    other form; only eager calls pay for the tracing.
+``custom_vjp``
+    JAX stores the structure of the residuals once per traced call, and reads it at pull-back: a
+    function that is jitted once and differentiated under two masks would be read with the wrong
+    one. So the structure is fixed per row: what is not kept is an array without elements, the mask
+    is the shape of another one, and no residual is an input as it is (JAX would forward it, which
+    is part of the structure). Forward mode is an error of JAX.
+
+The stock op itself runs where it already keeps what the row says, and for complex numbers.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero
+
+from memsave.spec import Layer, Residuals
+
+Mask = frozenset[str]
+Saved = Mapping[str, Any]
+Shapes = Mapping[str, Any]
+Grads = dict[str, Array]
+Form = Literal["custom_jvp", "custom_vjp", "stock"]
+
+
+class Rule(NamedTuple):
+    """How this backend implements a row (see :func:`define`)."""
+
+    row: Layer
+    primal: Callable[..., Any]
+    bwd: Callable[..., Grads] | None
+    fwd: Callable[..., tuple[Any, dict[str, Array]]]
+    stock_op: Callable[..., bool]
+    layout: Mapping[str, str]
+
+
+RULES: dict[str, Rule] = {}
+#: A context of JAX, so that a function that was jitted under another value is traced again.
+_form = jax.make_user_context("custom_jvp")
+
+
+def using(form: Form) -> Any:
+    """Context manager: every layer called in it takes this form (``"stock"``: the stock op)."""
+    if form not in (*_FORMS, "stock"):
+        raise ValueError(f"the forms are {[*_FORMS, 'stock']}, not {form!r}")
+    return _form(form)
+
+
+def define(
+    row: Layer,
+    primal: Callable[..., Any],
+    bwd: Callable[..., Grads] | None = None,
+    fwd: Callable[..., tuple[Any, dict[str, Array]]] | None = None,
+    *,
+    stock_op: Callable[..., bool] | None = None,
+    layout: Mapping[str, str] | None = None,
+) -> Callable[..., Any]:
+    """Make the differentiable function of a row and register its rule.
+
+    Args:
+        row: The row of the table.
+        primal: The stock op, called as ``primal(*args, **options)``.
+        bwd: The gradients. ``None`` if stock already keeps what the row says for every mask.
+        fwd: Forward with the row's extras. Default: ``primal``, for rows without extras.
+        stock_op: ``stock_op(**options)``: whether, with these options, the stock op runs: because
+            it already keeps what the row says, for every mask, or because it is another op.
+        layout: The order of the row's named axes here, by argument, ``y`` and extra, where it is
+            not the row's own.
+
+    Returns:
+        A function of the row's arguments (positional, ``None`` where absent) and its options
+        (keywords).
+    """
+    if row.extras and fwd is None:
+        raise ValueError(f"row {row.name!r} has extras, so its rule needs a fwd")
+    if row.name in RULES:
+        raise ValueError(f"row {row.name!r} has a rule already")
+    extras = {name: extra.axes for name, extra in row.extras.items()}
+    rule = Rule(
+        row,
+        primal,
+        bwd,
+        fwd or (lambda wrt, *args, **options: (primal(*args, **options), {})),
+        stock_op or (lambda **options: False),
+        {**row.args, "y": row.y, **extras, **(layout or {})},
+    )
+    RULES[row.name] = rule
+    return differentiable(rule)
+
+
+def differentiable(rule: Rule) -> Callable[..., Any]:
+    """The differentiable function of a rule (see :func:`define`)."""
+
+    @functools.lru_cache(maxsize=1024)
+    def function(form: str, static: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
+        return _FORMS[form](rule, dict(static))
+
+    def layer(*args: Any, **options: Any) -> Any:
+        form = _form.value
+        if (
+            form == "stock"
+            or rule.bwd is None
+            or rule.stock_op(**options)
+            or any(arg is not None and jnp.iscomplexobj(arg) for arg in args)
+        ):
+            return rule.primal(*args, **options)
+        arrays = {name: value for name, value in options.items() if _is_array(value)}
+        static = {name: value for name, value in options.items() if name not in arrays}
+        return function(form, tuple((n, _hashable(v)) for n, v in static.items()))(arrays, *args)
+
+    layer.__name__ = layer.__qualname__ = rule.row.name
+    layer.__doc__ = f"The row ``{rule.row.name}`` as a differentiable function."
+    return layer
+
+
+def _is_array(option: Any) -> bool:
+    return isinstance(option, jax.Array) or (hasattr(option, "dtype") and hasattr(option, "shape"))
+
+
+def _hashable(option: Any) -> Any:
+    return tuple(map(_hashable, option)) if isinstance(option, list | tuple) else option
+
+
+def _by_custom_jvp(rule: Rule, options: dict[str, Any]) -> Callable[..., Any]:
+    """The form whose tangent is the linear transpose of ``bwd``."""
+
+    @jax.custom_jvp
+    def function(arrays: dict[str, Any], *args: Any) -> Any:
+        return rule.primal(*args, **arrays, **options)
+
+    def jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> Any:
+        (arrays, *args), (_, *dxs) = primals, tangents
+        wanted = {
+            name: dx
+            for name, dx in zip(rule.row.args, dxs, strict=True)
+            if name in rule.row.reads and dx is not None and type(dx) is not SymbolicZero
+        }
+        wrt = frozenset(wanted)
+        if not wrt:
+            y = rule.primal(*args, **arrays, **options)
+            return y, jax.tree.map(lambda leaf: _no_tangent(jax.typeof(leaf)), y)
+        y, residuals, shapes = _forward(rule, wrt, args, arrays, options)
+        saved = {name: residuals[name] for name in rule.row.saves(wrt)}
+        types = jax.tree.map(jax.typeof, y)
+
+        # (prevent_cse is for outside of scan and jit's own pruning; here it would only keep XLA
+        # from fusing a layer's backward with the next one's.)
+        @functools.partial(jax.checkpoint, prevent_cse=False)
+        def push(saved: dict[str, Any], wanted: dict[str, Any]) -> Any:
+            def pull(g: Any) -> Grads:
+                return _backward(rule, g, wrt, saved, shapes, options)
+
+            grads = jax.eval_shape(pull, types)
+            tangents = {name: _varying(wanted[name], grads[name]) for name in grads}
+            return jax.linear_transpose(pull, types)(tangents)[0]
+
+        return y, push(saved, wanted)
+
+    function.defjvp(jvp, symbolic_zeros=True)
+    return function
+
+
+def _by_custom_vjp(rule: Rule, options: dict[str, Any]) -> Callable[..., Any]:
+    """The form with one fixed structure of residuals."""
+    row = rule.row
+    names = tuple(row.args)
+    every = row.saves(frozenset(row.reads))
+
+    @jax.custom_vjp
+    def function(arrays: dict[str, Any], *args: Any) -> Any:
+        return rule.primal(*args, **arrays, **options)
+
+    def forward(arrays: dict[str, Any], *args: Any) -> Any:
+        arrays = {name: array.value for name, array in arrays.items()}
+        perturbed = [arg is not None and arg.perturbed for arg in args]
+        args = tuple(None if arg is None else arg.value for arg in args)
+        wrt = frozenset(n for n, wants in zip(names, perturbed, strict=True) if wants) & {
+            *row.reads
+        }
+        y, residuals, shapes = _forward(rule, wrt, args, arrays, options)
+        saves = row.saves(wrt) if wrt else ()
+        kept = tuple(_unforwarded(residuals[n]) if n in saves else jnp.zeros(0) for n in every)
+        code = sum(1 << k for k, name in enumerate(names) if name in wrt)
+        return y, (jnp.zeros((0, code)), kept, _Static(shapes))
+
+    def backward(residuals: Any, g: Any) -> tuple[Any, ...]:
+        mask, kept, shapes = residuals
+        wrt = frozenset(name for k, name in enumerate(names) if mask.shape[1] >> k & 1)
+        if not wrt or type(g) is SymbolicZero:
+            return (None, *(None for _ in names))
+        g = jax.tree.map(_instantiated, g, is_leaf=lambda leaf: type(leaf) is SymbolicZero)
+        saves = row.saves(wrt)
+        saved = {name: array for name, array in zip(every, kept, strict=True) if name in saves}
+        grads = _backward(rule, g, wrt, saved, shapes.value, options)
+        return None, *(
+            _unvarying(grads[name], shapes.value[name]) if name in wrt else None for name in names
+        )
+
+    function.defvjp(forward, backward, symbolic_zeros=True)
+    return function
+
+
+_FORMS = {"custom_jvp": _by_custom_jvp, "custom_vjp": _by_custom_vjp}
+
+
+def _forward(
+    rule: Rule, wrt: Mask, args: Any, arrays: dict[str, Any], options: dict[str, Any]
+) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+    """``y``, all residuals by name, and the types of arguments and ``y``."""
+    row = rule.row
+    y, extras = rule.fwd(wrt, *args, **arrays, **options)
+    named = {**dict(zip(row.args, args, strict=True)), "y": y[0] if isinstance(y, tuple) else y}
+    shapes = {name: None if array is None else jax.typeof(array) for name, array in named.items()}
+    extras = {n: checkpoint_name(extra, f"{row.name}.{n}") for n, extra in extras.items()}
+    return y, {**named, **extras}, shapes
+
+
+def _backward(
+    rule: Rule, g: Any, wrt: Mask, saved: Saved, shapes: Shapes, options: dict[str, Any]
+) -> Grads:
+    """The gradients in the dtypes of their arguments."""
+    assert rule.bwd is not None
+    grads = rule.bwd(g, wrt, Residuals(rule.row, wrt, saved), shapes, **options)
+    return {name: grads[name].astype(shapes[name].dtype) for name in sorted(wrt)}
+
+
+def _no_tangent(aval: Any) -> Any:
+    return SymbolicZero(aval.to_tangent_aval())
+
+
+def _instantiated(g: Any) -> Any:
+    return jnp.zeros(g.shape, g.dtype) if type(g) is SymbolicZero else g
+
+
+def _unforwarded(array: Any) -> Any:
+    """The same array under another name, where JAX could see that it is an input."""
+    if isinstance(array, jax.core.Tracer):
+        return jax.tree.map(lax.optimization_barrier, array)
+    return array
+
+
+# Under shard_map, an array either has the same value on all devices of a mesh axis or varies.
+
+
+def _axes(type_: Any) -> frozenset[str]:
+    """The mesh axes along which values of this type vary."""
+    manual = getattr(type_, "manual_axis_type", None)
+    return frozenset() if manual is None else manual.varying
+
+
+def _varying(array: Any, like: Any) -> Any:
+    """The array, as varying along the axes that ``like`` varies along."""
+    missing = tuple(sorted(_axes(like) - _axes(jax.typeof(array))))
+    return lax.pcast(array, missing, to="varying") if missing else array
+
+
+def _unvarying(grad: Array, like: Any) -> Array:
+    """The gradient of an argument: a sum over the axes along which only the gradient varies."""
+    extra = tuple(sorted(_axes(jax.typeof(grad)) - _axes(like)))
+    return lax.psum(grad, extra) if extra else _varying(grad, like)
+
+
+@jax.tree_util.register_static
+class _Static:
+    """A value that is part of a structure, not of the data."""
+
+    def __init__(self, value: dict[str, Any]) -> None:
+        self.value = value
+
+    def __hash__(self) -> int:
+        return hash(tuple(self.value.items()))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Static) and self.value == other.value
+
+
+def bytes_of(array: Any) -> int:
+    """Size of an array, or of its type, in bytes. (A PRNG key counts the bits that it holds.)"""
+    return math.prod(array.shape) * array.dtype.itemsize

@@ -1,0 +1,246 @@
+"""Max pooling, which keeps the place of each maximum in its window.
+
+A window's places are few: forward goes through them one by one over all windows at once, and so
+does backward, as slices and paddings that XLA fuses into one loop. (Stock compares again in
+backward, for which it keeps the whole input.)
+
+Index legend: an offset is an index in the window, flattened. Spatial axes come before the channels.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from memsave import spec
+
+from ..function import Grads, Mask, Saved, Shapes, define
+
+Ints = int | Sequence[int]
+Padding = int | str | Sequence[int | tuple[int, int]]
+OFFSET = {8: jnp.uint8, 16: jnp.uint16, 32: jnp.uint32}
+#: Windows of more places are not gone through one by one: the program would be too long.
+FEW = 64
+
+
+class Window(NamedTuple):
+    """Where the windows lie: one value per axis of the array."""
+
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[tuple[int, int], ...]
+    dilation: tuple[int, ...]
+
+    def places(self) -> Iterator[tuple[int, tuple[int, ...]]]:
+        """Each offset, and how far its place is from the window's first, per axis."""
+        inside = itertools.product(*map(range, self.kernel))
+        for offset, index in enumerate(inside):
+            yield offset, tuple(i * d for i, d in zip(index, self.dilation, strict=True))
+
+    def is_valid(self, inputs: Sequence[int], outputs: Sequence[int], shift: Sequence[int]) -> Any:
+        """Of which windows the place that is shifted by so much lies in the input."""
+        valid = np.ones((1,) * len(inputs), bool)
+        for axis, size in enumerate(inputs):
+            start = np.arange(outputs[axis]) * self.stride[axis] - self.padding[axis][0]
+            inside = (start + shift[axis] >= 0) & (start + shift[axis] < size)
+            valid = valid & inside.reshape(-1, *[1] * (len(inputs) - 1 - axis))
+        return valid
+
+
+def _window(
+    dims: int,
+    shape: Sequence[int],
+    *,
+    kernel_size: Ints,
+    stride: Ints | None = None,
+    padding: Padding = 0,
+    dilation: Ints = 1,
+    ceil_mode: bool = False,
+) -> Window:
+    kernel = _per_axis(kernel_size, dims)
+    stride = kernel if stride is None else _per_axis(stride, dims)
+    dilation = _per_axis(dilation, dims)
+    inputs = shape[-dims - 1 : -1]
+    extent = [d * (k - 1) + 1 for k, d in zip(kernel, dilation, strict=True)]
+    if isinstance(padding, str):
+        pads = lax.padtype_to_pads(inputs, extent, stride, padding)
+    else:
+        padding = (padding,) * dims if isinstance(padding, int) else padding
+        pads = [(p, p) if isinstance(p, int) else tuple(p) for p in padding]
+    if ceil_mode:
+        sizes = zip(inputs, extent, stride, pads, strict=True)
+        pads = [(low, _ceil(size, e, s, low, high)) for size, e, s, (low, high) in sizes]
+    ones = (1,) * (len(shape) - dims - 1)
+    return Window(
+        (*ones, *kernel, 1),
+        (*ones, *stride, 1),
+        (*[(0, 0)] * len(ones), *pads, (0, 0)),
+        (*ones, *dilation, 1),
+    )
+
+
+def _per_axis(value: Ints, dims: int) -> tuple[int, ...]:
+    return (value,) * dims if isinstance(value, int) else tuple(value)
+
+
+def _ceil(size: int, extent: int, step: int, low: int, high: int) -> int:
+    """The padding at the end for one more window, if that begins in the input."""
+    last = math.ceil((size + low + high - extent) / step) * step
+    return max(high, last + extent - size - low) if last < size + low else high
+
+
+def _primal(dims: int, x: Array, **options: Any) -> Array:
+    window = _window(dims, x.shape, **options)
+    return lax.reduce_window(
+        x, -jnp.inf, lax.max, window.kernel, window.stride, window.padding,
+        window_dilation=window.dilation,
+    )  # fmt: skip
+
+
+def _fwd(dims: int, wrt: Mask, x: Array, **options: Any) -> tuple[Array, dict[str, Array]]:
+    window = _window(dims, x.shape, **options)
+    y = _primal(dims, x, **options)
+    find = _offsets if math.prod(window.kernel) <= FEW else _offsets_of_many
+    offsets = find(lax.stop_gradient(x), y.shape, window)
+    dtype = OFFSET[spec.offset_bits(window.kernel)]
+    # Together: otherwise XLA may put off the offsets, and x lives until then.
+    y, offsets = lax.optimization_barrier((y, offsets.astype(dtype)))
+    return y, {"offsets": offsets}
+
+
+def _offsets(x: Array, outputs: Sequence[int], window: Window) -> Array:
+    """The offset of each maximum; of equal ones the first, of nan what follows it, as in stock."""
+    sizes = zip(x.shape, outputs, window.kernel, window.stride, window.dilation, strict=True)
+    pads = [
+        (low, (out - 1) * step + (k - 1) * d + 1 - size - low, 0)
+        for (size, out, k, step, d), (low, _) in zip(sizes, window.padding, strict=True)
+    ]
+    padded = lax.pad(x, jnp.array(-jnp.inf, x.dtype), pads)
+    best = offsets = found = None
+    for offset, shift in window.places():
+        sizes = zip(shift, outputs, window.stride, strict=True)
+        ends = [d + (out - 1) * step + 1 for d, out, step in sizes]
+        place = lax.slice(padded, shift, ends, window.stride)
+        valid = window.is_valid(x.shape, outputs, shift)
+        if best is None:
+            best, offsets, found = place, jnp.zeros(outputs, jnp.int32), valid
+            continue
+        take = ~(best >= place) | ~found
+        take = take if valid.all() else take & valid
+        best, offsets = jnp.where(take, place, best), jnp.where(take, offset, offsets)
+        found = found | valid
+    return offsets
+
+
+def _offsets_of_many(x: Array, outputs: Sequence[int], window: Window) -> Array:
+    """The same by JAX's own loop over a window, which also carries where a place is."""
+    index = jnp.zeros(x.shape, jnp.int32)
+    for axis, size in enumerate(x.shape):
+        index = index * size + lax.broadcasted_iota(jnp.int32, x.shape, axis)
+
+    def later(one: tuple[Array, Array], two: tuple[Array, Array]) -> tuple[Array, Array]:
+        keep = (two[1] < 0) | ((one[1] >= 0) & (one[0] >= two[0]))
+        return jnp.where(keep, one[0], two[0]), jnp.where(keep, one[1], two[1])
+
+    start = jnp.array(-jnp.inf, x.dtype), jnp.int32(-1)
+    _, places = lax.reduce_window(
+        (x, index), start, later, window.kernel, window.stride, window.padding,
+        window_dilation=window.dilation,
+    )  # fmt: skip
+    places = jnp.maximum(places, 0)
+    offsets, unit = jnp.zeros(outputs, jnp.int32), 1
+    for axis in reversed(range(x.ndim)):
+        first = lax.broadcasted_iota(jnp.int32, outputs, axis) * window.stride[axis]
+        inside = places % x.shape[axis] + window.padding[axis][0] - first
+        offsets = offsets + inside // window.dilation[axis] * unit
+        unit *= window.kernel[axis]
+        places = places // x.shape[axis]
+    return offsets
+
+
+def _bwd(dims: int, g: Array, wrt: Mask, saved: Saved, shapes: Shapes, **options: Any) -> Grads:
+    inputs = shapes["x"].shape
+    window = _window(dims, inputs, **options)
+    scatter = _scatter if math.prod(window.kernel) <= FEW else _scatter_many
+    return {"x": scatter(g, saved["offsets"], inputs, window)}
+
+
+def _scatter(g: Array, offsets: Array, inputs: tuple[int, ...], window: Window) -> Array:
+    """The gradient of each window to the place of its maximum."""
+    zero = jnp.zeros((), g.dtype)
+    total = jnp.zeros(inputs, g.dtype)
+    for offset, shift in window.places():
+        chosen = jnp.where(offsets == offset, g, zero)
+        starts = [d - low for d, (low, _) in zip(shift, window.padding, strict=True)]
+        sizes = zip(starts, g.shape, window.stride, inputs, strict=True)
+        pads = [(s, size - s - ((out - 1) * step + 1), step - 1) for s, out, step, size in sizes]
+        total = total + lax.pad(chosen, zero, pads)
+    return total
+
+
+def _scatter_many(g: Array, offsets: Array, inputs: tuple[int, ...], window: Window) -> Array:
+    """The same as one scatter."""
+    index = []
+    rest = offsets.astype(jnp.int32)
+    for axis in reversed(range(g.ndim)):
+        first = lax.broadcasted_iota(jnp.int32, g.shape, axis) * window.stride[axis]
+        inside = rest % window.kernel[axis] * window.dilation[axis]
+        index.append(first + inside - window.padding[axis][0])
+        rest = rest // window.kernel[axis]
+    return jnp.zeros(inputs, g.dtype).at[tuple(reversed(index))].add(g)
+
+
+def _layout(dims: int) -> dict[str, str]:
+    row = (spec.MAX_POOL1D, spec.MAX_POOL2D, spec.MAX_POOL3D)[dims - 1]
+    x, y = row.args["x"].split()[2:], row.y.split()[2:]
+    y = f"*n {' '.join(y)} c"
+    return {"x": f"*n {' '.join(x)} c", "y": y, "offsets": y}
+
+
+_max_pool: dict[int, Callable[..., Array]] = {
+    dims: define(
+        row, partial(_primal, dims), partial(_bwd, dims), partial(_fwd, dims), layout=_layout(dims)
+    )
+    for dims, row in ((1, spec.MAX_POOL1D), (2, spec.MAX_POOL2D), (3, spec.MAX_POOL3D))
+}
+
+
+def max_pool(
+    inputs: Array,
+    window_shape: Sequence[int],
+    strides: Sequence[int] | None = None,
+    padding: str | Sequence[tuple[int, int]] = "VALID",
+) -> Array:
+    """As :func:`flax.linen.max_pool` (and ``nnx.max_pool``).
+
+    Keeps one byte per output element (two where a window has over 256 places), not the input.
+    Over other than one to three axes it is stock.
+
+    Args:
+        inputs: ``(*n, spatial axes, channels)``.
+        window_shape: Size of the window along the spatial axes.
+        strides: Default: 1 along every axis.
+        padding: ``"SAME"``, ``"VALID"``, or a pair per spatial axis.
+    """
+    dims = len(window_shape)
+    strides = strides or (1,) * dims
+    if not isinstance(padding, str):
+        padding = tuple(map(tuple, padding))
+        assert len(padding) == dims, (
+            f"padding {padding} must specify pads for same number of dims as "
+            f"window_shape {window_shape}"
+        )
+        assert all(len(pair) == 2 for pair in padding), (
+            f"each entry in padding {padding} must be length 2"
+        )
+    assert dims == len(strides), f"len({window_shape}) must equal len({strides})"
+    pool = _max_pool.get(dims, partial(_primal, dims))
+    options = {"kernel_size": tuple(window_shape), "stride": tuple(strides), "padding": padding}
+    return pool(jnp.asarray(inputs), **options)
