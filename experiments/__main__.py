@@ -10,8 +10,8 @@ import importlib
 import importlib.util
 import sys
 
-EXPERIMENTS = ("input_gradient", "kept_bytes", "step_time", "dropout_rows")
-NEEDS = ("torch", "transformers", "sklearn", "matplotlib", "tqdm")
+EXPERIMENTS = ("input_gradient", "kept_bytes", "step_time", "dropout_rows", "flax_scenarios")
+NEEDS = ("torch", "jax", "flax", "transformers", "sklearn", "matplotlib", "tqdm")
 
 
 def _missing() -> list[str]:

@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -78,9 +79,10 @@ def in_fresh_process(function: Callable[..., T], *args: Any) -> T:
 def settings() -> dict[str, Any]:
     """Versions and device that a result was taken with."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
+    versions = {name: version(name) for name in ("torch", "jax", "flax")}
     return {
         "python": platform.python_version(),
-        "torch": torch.__version__,
+        **versions,
         "device": device,
         "threads": torch.get_num_threads(),
     }

@@ -29,7 +29,8 @@ The triple can drive two forms. Which one is used is a matter of :func:`using`:
     is the shape of another one, and no residual is an input as it is (JAX would forward it, which
     is part of the structure). Forward mode is an error of JAX.
 
-The stock op itself runs where it already keeps what the row says, and for complex numbers.
+The stock op itself runs where it already keeps what the row says, for complex numbers, and where
+the derivative by an argument is wanted for which the table has no gradient.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
@@ -93,7 +95,7 @@ def define(
         primal: The stock op, called as ``primal(*args, **options)``.
         bwd: The gradients. ``None`` if stock already keeps what the row says for every mask.
         fwd: Forward with the row's extras. Default: ``primal``, for rows without extras.
-        stock_op: ``stock_op(**options)``: whether, with these options, the stock op runs: because
+        stock_op: ``stock_op(*args, **options)``: whether the stock op runs in such a call: because
             it already keeps what the row says, for every mask, or because it is another op.
         layout: The order of the row's named axes here, by argument, ``y`` and extra, where it is
             not the row's own.
@@ -112,7 +114,7 @@ def define(
         primal,
         bwd,
         fwd or (lambda wrt, *args, **options: (primal(*args, **options), {})),
-        stock_op or (lambda **options: False),
+        stock_op or (lambda *args, **options: False),
         {**row.args, "y": row.y, **extras, **(layout or {})},
     )
     RULES[row.name] = rule
@@ -131,7 +133,7 @@ def differentiable(rule: Rule) -> Callable[..., Any]:
         if (
             form == "stock"
             or rule.bwd is None
-            or rule.stock_op(**options)
+            or rule.stock_op(*args, **options)
             or any(arg is not None and jnp.iscomplexobj(arg) for arg in args)
         ):
             return rule.primal(*args, **options)
@@ -145,7 +147,7 @@ def differentiable(rule: Rule) -> Callable[..., Any]:
 
 
 def _is_array(option: Any) -> bool:
-    return isinstance(option, jax.Array) or (hasattr(option, "dtype") and hasattr(option, "shape"))
+    return isinstance(option, jax.Array | np.ndarray)
 
 
 def _hashable(option: Any) -> Any:
@@ -164,9 +166,11 @@ def _by_custom_jvp(rule: Rule, options: dict[str, Any]) -> Callable[..., Any]:
         wanted = {
             name: dx
             for name, dx in zip(rule.row.args, dxs, strict=True)
-            if name in rule.row.reads and dx is not None and type(dx) is not SymbolicZero
+            if dx is not None and type(dx) is not SymbolicZero
         }
         wrt = frozenset(wanted)
+        if not wrt <= rule.row.reads.keys():
+            return _jvp_of_stock(rule, args, wanted, {**arrays, **options})
         if not wrt:
             y = rule.primal(*args, **arrays, **options)
             return y, jax.tree.map(lambda leaf: _no_tangent(jax.typeof(leaf)), y)
@@ -191,6 +195,21 @@ def _by_custom_jvp(rule: Rule, options: dict[str, Any]) -> Callable[..., Any]:
     return function
 
 
+def _jvp_of_stock(
+    rule: Rule, args: list[Any], wanted: dict[str, Any], options: dict[str, Any]
+) -> tuple[Any, Any]:
+    """Where the derivative by an argument is wanted for which the table has no gradient.
+
+    (Running statistics, if somebody differentiates by all of a model's state.)
+    """
+    named = dict(zip(rule.row.args, args, strict=True))
+
+    def primal(wanted: dict[str, Any]) -> Any:
+        return rule.primal(*{**named, **wanted}.values(), **options)
+
+    return jax.jvp(primal, ({name: named[name] for name in wanted},), (wanted,))
+
+
 def _by_custom_vjp(rule: Rule, options: dict[str, Any]) -> Callable[..., Any]:
     """The form with one fixed structure of residuals."""
     row = rule.row
@@ -205,9 +224,12 @@ def _by_custom_vjp(rule: Rule, options: dict[str, Any]) -> Callable[..., Any]:
         arrays = {name: array.value for name, array in arrays.items()}
         perturbed = [arg is not None and arg.perturbed for arg in args]
         args = tuple(None if arg is None else arg.value for arg in args)
-        wrt = frozenset(n for n, wants in zip(names, perturbed, strict=True) if wants) & {
-            *row.reads
-        }
+        wrt = frozenset(n for n, wants in zip(names, perturbed, strict=True) if wants)
+        if not wrt <= row.reads.keys():
+            raise NotImplementedError(
+                f"row {row.name!r} has gradients for {[*row.reads]}, not for {sorted(wrt)}; the "
+                "form custom_jvp takes the stock op for these"
+            )
         y, residuals, shapes = _forward(rule, wrt, args, arrays, options)
         saves = row.saves(wrt) if wrt else ()
         kept = tuple(_unforwarded(residuals[n]) if n in saves else jnp.zeros(0) for n in every)

@@ -2,6 +2,18 @@
 
 import os
 
+# Many small programs are compiled and run once, some on eight devices. (To be said before jax is
+# imported.)
+os.environ.setdefault(
+    "XLA_FLAGS",
+    "--xla_force_host_platform_device_count=8 "
+    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
+)
+
+import itertools
+from collections.abc import Iterator
+
+import jax
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
@@ -17,6 +29,16 @@ settings.register_profile("thorough", max_examples=500, **COMMON)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 torch.set_num_threads(1)  # pytest-xdist has a process per core already
+
+_tests = itertools.count(1)
+
+
+@pytest.fixture(autouse=True)
+def forget_compiled_programs() -> Iterator[None]:
+    """Now and then: all that the tests compile would take gigabytes."""
+    yield
+    if next(_tests) % 20 == 0:
+        jax.clear_caches()
 
 
 def pytest_configure(config: pytest.Config) -> None:

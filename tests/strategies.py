@@ -89,6 +89,7 @@ def cases(
     special: bool = False,
     empty: bool = True,
     largest: int = 6,
+    layouts: tuple[str, ...] = LAYOUTS,
 ) -> Case:
     """Calls of a row. Stock may refuse some: see :func:`accepted`.
 
@@ -98,6 +99,7 @@ def cases(
         special: Whether to draw special values too, for rows that allow it.
         empty: Whether to draw an empty leading axis too.
         largest: Largest size of an axis.
+        layouts: To draw from.
     """
     wrt = draw(st.sampled_from(wanted(row))) if wrt is None else wrt
     options = {name: draw(st.sampled_from(values)) for name, values in row.options.items()}
@@ -120,8 +122,8 @@ def cases(
         dtypes={name: "float32" if mixed and name != first else dtype for name in shapes},
         options=options,
         wrt=wrt,
-        layout=draw(st.sampled_from(LAYOUTS)),
-        g_layout=draw(st.sampled_from((*LAYOUTS, "expanded"))),
+        layout=draw(st.sampled_from(layouts)),
+        g_layout=draw(st.sampled_from((*layouts, "expanded"))),
         special=special and selects(row) and draw(st.booleans()),
         seed=draw(st.integers(0, 1000)),
     )
@@ -131,7 +133,7 @@ def accepted(
     backend: Any, row: Layer, *, empty: bool = True, **domain: Any
 ) -> st.SearchStrategy[Case]:
     """The calls of a row that stock accepts, forward and backward."""
-    return cases(row, empty=empty, **domain).filter(
+    return cases(row, empty=empty, **{"layouts": backend.layouts, **domain}).filter(
         lambda case: backend.accepts(row, case, empty=empty)
     )
 
@@ -139,7 +141,7 @@ def accepted(
 @st.composite
 def flawed(draw: st.DrawFn, backend: Any, row: Layer) -> Case:
     """Calls with one argument of a wrong shape or dtype (or right after all)."""
-    case = draw(cases(row))
+    case = draw(cases(row, layouts=backend.layouts))
     name = draw(st.sampled_from([name for name, shape in case.shapes.items() if shape is not None]))
     shape = case.shapes[name]
     assert shape is not None

@@ -11,11 +11,11 @@ from typing import Any
 import properties
 import pytest
 import torch
-from backends import Torch
 from hypothesis import Phase, find, settings
 from properties import DERIVATIVES, PROPERTIES
 from strategies import Case, accepted, flawed
 from torch.autograd.function import FunctionCtx
+from torch_backend import Torch
 
 from memsave import function
 from memsave.spec import TABLE, Layer

@@ -1,9 +1,8 @@
 """Batch normalization, ``y = (x - mean) * rstd * weight + bias`` per feature.
 
 With the running statistics ``y`` is affine in ``x``: its gradient needs no activation. With those
-of the batch, the gradient is affine in the incoming one, ``A * g + B * (x - mean) + C`` with one
-value of each per feature; no array of the size of ``x`` is made from ``x`` alone, which XLA could
-keep.
+of the batch, the gradient is affine in the incoming one, ``A * g + B * x + C`` with one value of
+each per feature; no array of the size of ``x`` is made from ``x`` alone, which XLA could keep.
 
 Index legend: n batch, c features, of which the statistics and parameters have one value each.
 Features are the last axis, or those that the option ``axis`` says.
@@ -171,6 +170,7 @@ def _bwd_train(
     shapes: Shapes,
     *,
     axis: Axes = -1,
+    use_fast_variance: bool = True,
     **_: Any,
 ) -> Grads:
     gy, g_mean, g_var = g
@@ -183,19 +183,22 @@ def _bwd_train(
     if wrt == {"bias"}:
         return grads
     rstd = saved["rstd"]
-    centered = saved["x"] - axes.spread(saved["mean"])
-    correlation = (gy * centered).sum(axes.reduced) * rstd  # the gradient of weight
+    # As stable as forward: with the fast variance, mean and spread of x are told apart at the end.
+    x, mean = saved["x"].astype(gy.dtype), saved["mean"]
+    if not use_fast_variance:
+        x, mean = x - axes.spread(mean), jnp.zeros_like(mean)
+    correlation = ((gy * x).sum(axes.reduced) - mean * total) * rstd  # the gradient of weight
     if "weight" in wrt:
         grads["weight"] = correlation.reshape(shapes["weight"].shape)
     if "x" in wrt:
         scale = rstd if saved["weight"] is None else rstd * saved["weight"].reshape(rstd.shape)
         slope = (2 * g_var - scale * rstd * correlation) / axes.count
-        constant = (g_mean - scale * total) / axes.count
-        grads["x"] = axes.spread(scale) * gy + axes.spread(slope) * centered + axes.spread(constant)
+        constant = (g_mean - scale * total) / axes.count - slope * mean
+        grads["x"] = axes.spread(scale) * gy + axes.spread(slope) * x + axes.spread(constant)
     return grads
 
 
-def _of_other_elements(*, axis_name: Any = None, mask: Any = None, **_: Any) -> bool:
+def _of_other_elements(*args: Any, axis_name: Any = None, mask: Any = None, **_: Any) -> bool:
     """Whether the statistics are those of more, or of fewer, elements than ``x`` has."""
     return axis_name is not None or mask is not None
 

@@ -1,9 +1,9 @@
 """Convolutions and transposed convolutions, 1 to 3 dimensional, channels last.
 
 JAX's own keep just what the row says, for every mask. Not so where the input is padded by an op of
-its own (``padding_mode``) or the kernel is flipped: there JAX keeps the padded copy, the flipped
-one, while the rules here keep the arguments themselves. Their gradients are the linear transposes
-of the same op.
+its own (``padding_mode``) or reshaped to one batch axis, or the kernel is flipped: there JAX keeps
+the copy that was made, while the rules here keep the arguments themselves. Their gradients are the
+linear transposes of the same op.
 
 Index legend: n batch, i input channels, o output channels.
 """
@@ -165,16 +165,20 @@ def _bwd(
         x = saved["x"]
         grads["weight"] = transposed(lambda weight: primal(x, weight, None, **options), "weight")
     if "bias" in wrt:
-        grads["bias"] = g.sum(range(g.ndim - 1))
+        grads["bias"] = g.sum(range(g.ndim - 1)).reshape(shapes["bias"].shape)
     return grads
 
 
-def _conv_is_minimal(*, padding_mode: str = "zeros", **_: Any) -> bool:
-    return padding_mode == "zeros"
+def _conv_is_minimal(
+    x: Array, weight: Array, *_: Any, padding_mode: str = "zeros", **options: Any
+) -> bool:
+    return x.ndim == weight.ndim and padding_mode == "zeros"
 
 
-def _conv_transpose_is_minimal(*, flip: bool = True, **_: Any) -> bool:
-    return not flip
+def _conv_transpose_is_minimal(
+    x: Array, weight: Array, *_: Any, flip: bool = True, **options: Any
+) -> bool:
+    return x.ndim == weight.ndim and not flip
 
 
 def _layout(row: Layer) -> dict[str, str]:
@@ -240,6 +244,8 @@ def conv(
     mode = {"CIRCULAR": "circular", "REFLECT": "reflect"}.get(str(padding), "zeros")
     if mode != "zeros":
         padding = [((e - 1) // 2, e // 2) for e in extent]
+    elif isinstance(padding, str) and padding != "CAUSAL":
+        padding = padding.upper()  # "same" in lower case is PyTorch's, another one
     elif padding == "CAUSAL":
         if dims != 1:
             raise ValueError("Causal padding is only implemented for 1D convolutions.")
@@ -289,6 +295,8 @@ def conv_transpose(
     circular = padding == "CIRCULAR"
     extent = [d * (k - 1) + 1 for k, d in zip(kernel.shape, dilation, strict=False)]
     if isinstance(padding, str):
+        if padding not in ("SAME", "VALID", "CIRCULAR"):
+            raise ValueError(f"Unknown padding {padding!r}: SAME, VALID, CIRCULAR, or numbers")
         same = padding == "SAME"
         pads = [_transposed_padding(e, s, same) for e, s in zip(extent, strides, strict=True)]
     else:

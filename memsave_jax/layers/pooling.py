@@ -16,7 +16,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 
 from memsave import spec
@@ -44,14 +43,16 @@ class Window(NamedTuple):
         for offset, index in enumerate(inside):
             yield offset, tuple(i * d for i, d in zip(index, self.dilation, strict=True))
 
-    def is_valid(self, inputs: Sequence[int], outputs: Sequence[int], shift: Sequence[int]) -> Any:
-        """Of which windows the place that is shifted by so much lies in the input."""
-        valid = np.ones((1,) * len(inputs), bool)
-        for axis, size in enumerate(inputs):
-            start = np.arange(outputs[axis]) * self.stride[axis] - self.padding[axis][0]
-            inside = (start + shift[axis] >= 0) & (start + shift[axis] < size)
-            valid = valid & inside.reshape(-1, *[1] * (len(inputs) - 1 - axis))
-        return valid
+    def ends(self, outputs: Sequence[int]) -> tuple[int, ...]:
+        """How far the windows reach, per axis, from where the first begins."""
+        sizes = zip(outputs, self.kernel, self.stride, self.dilation, strict=True)
+        return tuple((out - 1) * step + (k - 1) * d + 1 for out, k, step, d in sizes)
+
+    def padded(self, x: Array, outputs: Sequence[int], value: Any) -> Array:
+        """All that the windows see."""
+        ends = zip(self.ends(outputs), x.shape, self.padding, strict=True)
+        pads = [(low, end - size - low, 0) for end, size, (low, _) in ends]
+        return lax.pad(x, jnp.asarray(value, x.dtype), pads)
 
 
 def _window(
@@ -105,61 +106,57 @@ def _primal(dims: int, x: Array, **options: Any) -> Array:
 
 
 def _fwd(dims: int, wrt: Mask, x: Array, **options: Any) -> tuple[Array, dict[str, Array]]:
-    window = _window(dims, x.shape, **options)
     y = _primal(dims, x, **options)
-    find = _offsets if math.prod(window.kernel) <= FEW else _offsets_of_many
-    offsets = find(lax.stop_gradient(x), y.shape, window)
+    window = _window(dims, x.shape, **options)
     dtype = OFFSET[spec.offset_bits(window.kernel)]
+    if not y.size:
+        return y, {"offsets": jnp.zeros(y.shape, dtype)}
+    find = _offsets if math.prod(window.kernel) <= FEW else _offsets_of_many
+    offsets = find(lax.stop_gradient(x), y.shape, window).astype(dtype)
     # Together: otherwise XLA may put off the offsets, and x lives until then.
-    y, offsets = lax.optimization_barrier((y, offsets.astype(dtype)))
+    y, offsets = lax.optimization_barrier((y, offsets))
     return y, {"offsets": offsets}
 
 
-def _offsets(x: Array, outputs: Sequence[int], window: Window) -> Array:
-    """The offset of each maximum; of equal ones the first, of nan what follows it, as in stock."""
-    sizes = zip(x.shape, outputs, window.kernel, window.stride, window.dilation, strict=True)
-    pads = [
-        (low, (out - 1) * step + (k - 1) * d + 1 - size - low, 0)
-        for (size, out, k, step, d), (low, _) in zip(sizes, window.padding, strict=True)
-    ]
-    padded = lax.pad(x, jnp.array(-jnp.inf, x.dtype), pads)
-    best = offsets = found = None
-    for offset, shift in window.places():
+def _offsets(x: Array, outputs: tuple[int, ...], window: Window) -> Array:
+    """The offset of each maximum: of equal ones the first, instead of nan what follows it.
+
+    That, and that padding is a place like others, is what stock does.
+    """
+    x = window.padded(x, outputs, -jnp.inf)
+
+    def place(shift: tuple[int, ...]) -> Array:
         sizes = zip(shift, outputs, window.stride, strict=True)
         ends = [d + (out - 1) * step + 1 for d, out, step in sizes]
-        place = lax.slice(padded, shift, ends, window.stride)
-        valid = window.is_valid(x.shape, outputs, shift)
-        if best is None:
-            best, offsets, found = place, jnp.zeros(outputs, jnp.int32), valid
-            continue
-        take = ~(best >= place) | ~found
-        take = take if valid.all() else take & valid
-        best, offsets = jnp.where(take, place, best), jnp.where(take, offset, offsets)
-        found = found | valid
+        return lax.slice(x, shift, ends, window.stride)
+
+    (_, first), *others = window.places()
+    best, offsets = place(first), jnp.zeros(outputs, jnp.int32)
+    for offset, shift in others:
+        other = place(shift)
+        keep = best >= other
+        best, offsets = jnp.where(keep, best, other), jnp.where(keep, offsets, offset)
     return offsets
 
 
-def _offsets_of_many(x: Array, outputs: Sequence[int], window: Window) -> Array:
+def _offsets_of_many(x: Array, outputs: tuple[int, ...], window: Window) -> Array:
     """The same by JAX's own loop over a window, which also carries where a place is."""
-    index = jnp.zeros(x.shape, jnp.int32)
-    for axis, size in enumerate(x.shape):
-        index = index * size + lax.broadcasted_iota(jnp.int32, x.shape, axis)
+    x = window.padded(x, outputs, -jnp.inf)
+    index = lax.iota(jnp.int32, x.size).reshape(x.shape)
 
     def later(one: tuple[Array, Array], two: tuple[Array, Array]) -> tuple[Array, Array]:
-        keep = (two[1] < 0) | ((one[1] >= 0) & (one[0] >= two[0]))
+        keep = (two[1] < 0) | ((one[1] >= 0) & (one[0] >= two[0]))  # the start is no place
         return jnp.where(keep, one[0], two[0]), jnp.where(keep, one[1], two[1])
 
-    start = jnp.array(-jnp.inf, x.dtype), jnp.int32(-1)
+    start = jnp.asarray(-jnp.inf, x.dtype), jnp.int32(-1)
     _, places = lax.reduce_window(
-        (x, index), start, later, window.kernel, window.stride, window.padding,
+        (x, index), start, later, window.kernel, window.stride, "VALID",
         window_dilation=window.dilation,
     )  # fmt: skip
-    places = jnp.maximum(places, 0)
     offsets, unit = jnp.zeros(outputs, jnp.int32), 1
     for axis in reversed(range(x.ndim)):
         first = lax.broadcasted_iota(jnp.int32, outputs, axis) * window.stride[axis]
-        inside = places % x.shape[axis] + window.padding[axis][0] - first
-        offsets = offsets + inside // window.dilation[axis] * unit
+        offsets = offsets + (places % x.shape[axis] - first) // window.dilation[axis] * unit
         unit *= window.kernel[axis]
         places = places // x.shape[axis]
     return offsets
@@ -167,6 +164,8 @@ def _offsets_of_many(x: Array, outputs: Sequence[int], window: Window) -> Array:
 
 def _bwd(dims: int, g: Array, wrt: Mask, saved: Saved, shapes: Shapes, **options: Any) -> Grads:
     inputs = shapes["x"].shape
+    if not g.size:
+        return {"x": jnp.zeros(inputs, g.dtype) + g.sum()}  # which is zero, and linear in g
     window = _window(dims, inputs, **options)
     scatter = _scatter if math.prod(window.kernel) <= FEW else _scatter_many
     return {"x": scatter(g, saved["offsets"], inputs, window)}
@@ -186,15 +185,17 @@ def _scatter(g: Array, offsets: Array, inputs: tuple[int, ...], window: Window) 
 
 
 def _scatter_many(g: Array, offsets: Array, inputs: tuple[int, ...], window: Window) -> Array:
-    """The same as one scatter."""
+    """The same as one scatter into all that the windows see."""
     index = []
     rest = offsets.astype(jnp.int32)
     for axis in reversed(range(g.ndim)):
         first = lax.broadcasted_iota(jnp.int32, g.shape, axis) * window.stride[axis]
-        inside = rest % window.kernel[axis] * window.dilation[axis]
-        index.append(first + inside - window.padding[axis][0])
+        index.append(first + rest % window.kernel[axis] * window.dilation[axis])
         rest = rest // window.kernel[axis]
-    return jnp.zeros(inputs, g.dtype).at[tuple(reversed(index))].add(g)
+    seen = jnp.zeros(window.ends(g.shape), g.dtype).at[tuple(reversed(index))].add(g)
+    ends = zip(inputs, seen.shape, window.padding, strict=True)
+    pads = [(-low, size - end + low, 0) for size, end, (low, _) in ends]
+    return lax.pad(seen, jnp.zeros((), g.dtype), pads)
 
 
 def _layout(dims: int) -> dict[str, str]:

@@ -1,0 +1,108 @@
+"""What a converter has done, or could do, to each layer of a model: a list that prints as a table.
+
+And what it cannot reach: the functions that a model's code names. Knows no framework. (The table is
+the one of ``memsave/_convert.py``; the two packages share ``memsave.spec`` alone.)
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+from collections.abc import Collection, Iterator
+from types import CellType, CodeType, FunctionType, ModuleType
+from typing import Any, Literal, NamedTuple
+
+Status = Literal["converted", "convertible", "skipped"]
+
+
+class Entry(NamedTuple):
+    """One layer: its name and class, whether it is converted, and why not."""
+
+    name: str
+    layer: str
+    status: Status
+    reason: str
+
+
+class Coverage(list[Entry]):
+    """One entry per layer of a model. Prints as a table."""
+
+    def __str__(self) -> str:
+        lines = []
+        for status in ("converted", "convertible", "skipped"):
+            entries = [entry for entry in self if entry.status == status]
+            groups: dict[tuple[str, str], list[str]] = {}
+            for entry in entries:
+                groups.setdefault((entry.layer, entry.reason), []).append(entry.name or "(root)")
+            lines.append(f"{status}: {len(entries)}")
+            for (layer, reason), names in groups.items():
+                shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+                because = f" - {reason}" if reason else ""
+                lines.append(f"  {len(names):4} x {layer}{because}: {shown}")
+        return "\n".join(lines)
+
+
+def named(code: FunctionType, wanted: Collection[Any]) -> list[Any]:
+    """Those of ``wanted`` that a function's code names, as ``relu`` or as ``nnx.relu``.
+
+    Looks into the functions defined in it, and into those that it names of the same package. Does
+    not see what is found at run time only, e.g. ``getattr(nnx, name)``.
+    """
+    found: list[Any] = []
+    todo, seen = [code], {code}
+    while todo:
+        function = todo.pop()
+        for value in _named(function):
+            value = unwrapped(value, wanted)
+            if any(value is each for each in wanted):
+                found += [] if any(value is each for each in found) else [value]
+            elif isinstance(value, FunctionType) and _package(value) == _package(code):
+                todo += [] if value in seen else [value]
+                seen.add(value)
+    return found
+
+
+def unwrapped(value: Any, wanted: Collection[Any] = ()) -> Any:
+    """The function under decorators and partial application, or one of ``wanted`` on the way."""
+    while not any(value is each for each in wanted):
+        if isinstance(value, functools.partial):
+            value = value.func
+        elif isinstance(value, staticmethod | classmethod) or hasattr(value, "__wrapped__"):
+            value = value.__wrapped__
+        else:
+            break
+    return value
+
+
+def _package(function: FunctionType) -> str:
+    return (function.__module__ or "").partition(".")[0]
+
+
+def _named(function: FunctionType) -> Iterator[Any]:
+    """The values of the global and enclosing names in the code, and of names within modules."""
+    enclosing = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+    todo = [function.__code__]
+    while todo:
+        code = todo.pop()
+        todo += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+        value: Any = None
+        for instruction in dis.get_instructions(code):
+            name = instruction.argval
+            if instruction.opname == "LOAD_GLOBAL":
+                value = function.__globals__.get(name)
+            elif instruction.opname == "LOAD_DEREF":
+                cell = enclosing.get(name)
+                value = _contents(cell) if cell is not None else None
+            elif instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+                value = vars(value).get(name) if isinstance(value, ModuleType) else None
+            else:
+                value = None
+            if value is not None:
+                yield value
+
+
+def _contents(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not assigned yet
+        return None

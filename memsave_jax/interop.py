@@ -1,0 +1,130 @@
+"""Weights to and from PyTorch: the same numbers, their axes in the order of the other framework.
+
+The table names the axes of every weight; a backend's rules say in which order it has them. So a
+weight moves by the names of its axes (:func:`permutation <memsave.spec.permutation>`), and no layer
+is mentioned here but for the names of its parameters. Imports no PyTorch: a ``state_dict`` is read
+as arrays.
+"""
+# ruff: noqa: E402 - without Flax, the error is to name the extra
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from . import _require
+
+_require("flax")
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from memsave import spec
+from memsave.spec import Layer, permutation
+
+from . import functional as _  # noqa: F401 - defines the rules
+from .function import RULES
+
+#: The names of a row's arguments in the two frameworks.
+TORCH = {name: name for name in ("weight", "bias", "running_mean", "running_var")}
+LINEAR = {"weight": "kernel", "bias": "bias"}
+NORM = {"weight": "scale", "bias": "bias", "running_mean": "mean", "running_var": "var"}
+CONV = (spec.CONV1D, spec.CONV2D, spec.CONV3D)
+CONV_TRANSPOSE = (spec.CONV_TRANSPOSE1D, spec.CONV_TRANSPOSE2D, spec.CONV_TRANSPOSE3D)
+
+
+def load_state_dict(
+    model: nnx.Module,
+    state_dict: Mapping[str, Any],
+    *,
+    rename: Callable[[str], str] = lambda path: path,
+) -> None:
+    """Write a PyTorch model's weights into its twin, in place. Both may be converted or not.
+
+    Args:
+        model: Has Linear, Conv, ConvTranspose and BatchNorm layers with the shapes of PyTorch's.
+        state_dict: ``torch_model.state_dict()``, tensors on the CPU or arrays.
+        rename: Path of a layer in ``model``, as ``"stages.0.conv"``, to that in the state dict.
+
+    Raises:
+        KeyError: The state dict lacks a weight, or has one that no layer takes.
+        ValueError: A weight has another shape. In either case nothing is written.
+    """
+    todo, left = [], {n for n in state_dict if not n.endswith("num_batches_tracked")}
+    for name, variable, row, argument, layer in _weights(model, rename):
+        if name not in state_dict:
+            raise KeyError(f"the state dict has no {name!r}, which the model needs")
+        array = _to_jax(np.asarray(state_dict[name]), row, argument, layer)
+        if array.shape != variable.shape:
+            raise ValueError(f"{name} has shape {array.shape} here, the model {variable.shape}")
+        todo.append((variable, jnp.asarray(array, variable.dtype)))
+        left.discard(name)
+    if left:
+        raise KeyError(f"no layer of the model takes {', '.join(sorted(left))}")
+    for variable, array in todo:
+        variable[...] = array
+
+
+def state_dict(
+    model: nnx.Module, *, rename: Callable[[str], str] = lambda path: path
+) -> dict[str, np.ndarray]:
+    """The inverse of :func:`load_state_dict`: arrays by PyTorch's names, in PyTorch's layout.
+
+    ``torch_model.load_state_dict({name: torch.from_numpy(array) ...}, strict=False)`` reads them
+    (not strict, as Flax counts no batches).
+    """
+    return {
+        name: _to_torch(np.asarray(variable[...]), row, argument, layer)
+        for name, variable, row, argument, layer in _weights(model, rename)
+    }
+
+
+def _weights(
+    model: nnx.Module, rename: Callable[[str], str]
+) -> Iterator[tuple[str, nnx.Variable, Layer, str, nnx.Module]]:
+    """Every weight: its name in PyTorch, where it is, and what it is to which row."""
+    for path, layer in nnx.iter_modules(model):
+        row, names = _row(layer)
+        prefix = rename(".".join(map(str, path)))
+        for argument, attribute in names.items():
+            variable = getattr(layer, attribute)
+            if variable is not None:
+                yield f"{prefix}.{argument}".lstrip("."), variable, row, argument, layer
+
+
+def _row(layer: nnx.Module) -> tuple[Layer, dict[str, str]]:
+    if isinstance(layer, nnx.Linear):
+        return spec.LINEAR, LINEAR
+    if isinstance(layer, nnx.Conv):
+        return CONV[len(layer.kernel_size) - 1], LINEAR
+    if isinstance(layer, nnx.ConvTranspose):
+        return CONV_TRANSPOSE[len(layer.kernel_size) - 1], LINEAR
+    if isinstance(layer, nnx.BatchNorm):
+        return spec.BATCH_NORM_EVAL, NORM
+    return spec.LINEAR, {}
+
+
+def _order(row: Layer, argument: str, ndim: int) -> tuple[int, ...]:
+    return permutation(row.args[argument], RULES[row.name].layout[argument], ndim)
+
+
+def _to_jax(array: np.ndarray, row: Layer, argument: str, layer: nnx.Module) -> np.ndarray:
+    array = array.transpose(_order(row, argument, array.ndim))
+    return _flipped(array) if _is_flipped(layer, argument) else array
+
+
+def _to_torch(array: np.ndarray, row: Layer, argument: str, layer: nnx.Module) -> np.ndarray:
+    array = _flipped(array) if _is_flipped(layer, argument) else array
+    order = np.argsort(_order(row, argument, array.ndim))
+    return np.ascontiguousarray(array.transpose(order))
+
+
+def _is_flipped(layer: nnx.Module, argument: str) -> bool:
+    """Whether the kernel is that of the transposed convolution, not of the one it transposes."""
+    is_transposed = isinstance(layer, nnx.ConvTranspose) and not layer.transpose_kernel
+    return is_transposed and argument == "weight"
+
+
+def _flipped(kernel: np.ndarray) -> np.ndarray:
+    return np.flip(kernel, tuple(range(kernel.ndim - 2))).swapaxes(-1, -2)

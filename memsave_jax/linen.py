@@ -1,0 +1,226 @@
+"""Drop-ins for :mod:`flax.linen`: its layers under its names, as thin shells over the functions.
+
+How whole models are converted is in ``_convert_linen.py``.
+"""
+# ruff: noqa: E402 - without Flax, the error is to name the extra
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from . import _require
+
+_require("flax")
+
+import jax.numpy as jnp
+from flax import linen as nn
+from flax.linen.dtypes import promote_dtype
+from flax.linen.linear import canonicalize_padding
+from jax import Array
+
+from memsave import spec
+
+from . import functional
+from ._convert_linen import convert, coverage, drop_in, revert
+from ._coverage import Coverage, Entry
+from .functional import max_pool, relu, relu_from_output
+
+__all__ = [
+    "BatchNorm",
+    "Conv",
+    "ConvTranspose",
+    "Coverage",
+    "Dense",
+    "Dropout",
+    "Entry",
+    "convert",
+    "coverage",
+    "max_pool",
+    "relu",
+    "relu_from_output",
+    "revert",
+]
+
+# Each ``__call__`` also runs on an instance of the stock class, which has the same fields: that is
+# how convert replaces it. What our functions do not take, or stock refuses, is left to stock's.
+
+_dense = inspect.unwrap(nn.Dense.__call__)
+_conv = inspect.unwrap(nn.Conv.__call__)
+_conv_transpose = inspect.unwrap(nn.ConvTranspose.__call__)
+_batch_norm = inspect.unwrap(nn.BatchNorm.__call__)
+_dropout = inspect.unwrap(nn.Dropout.__call__)
+
+
+def _operands(module: Any, inputs: Any, shape: tuple[int, ...]) -> Any:
+    """Inputs, kernel (masked) and bias, in the dtype of the computation."""
+    kernel = module.param("kernel", module.kernel_init, shape, module.param_dtype)
+    if getattr(module, "mask", None) is not None:
+        kernel *= module.mask
+    bias = None
+    if module.use_bias:
+        bias = module.param("bias", module.bias_init, (module.features,), module.param_dtype)
+    given = inputs, kernel, bias
+    promoted = module.promote_dtype(*given, dtype=module.dtype)
+    if module.promote_dtype is not promote_dtype:
+        return promoted
+    # Called eagerly, Flax's copies also what has the dtype already, and the copy would be kept.
+    return [
+        old if isinstance(old, Array) and old.dtype == new.dtype else new
+        for old, new in zip(given, promoted, strict=True)
+    ]
+
+
+def _is_plain(module: Any, shape: tuple[int, ...], named: tuple[str, ...]) -> bool:
+    """Whether our functions take the options of a convolution."""
+    return (
+        (module.padding in named if isinstance(module.padding, str) else True)
+        and len(shape) <= 5
+        and (module.mask is None or module.mask.shape == shape)
+    )
+
+
+def _tuple(sizes: Any) -> tuple[int, ...]:
+    return (sizes,) if isinstance(sizes, int) else tuple(sizes)
+
+
+@drop_in(spec.LINEAR)
+class Dense(nn.Dense):
+    """As :class:`flax.linen.Dense`. Keeps what the wanted gradients read."""
+
+    @nn.compact
+    def __call__(self, inputs: Array) -> Array:
+        if self.dot_general is not None or self.dot_general_cls is not None:
+            return _dense(self, inputs)
+        shape = (jnp.shape(inputs)[-1], self.features)
+        return functional.linear(*_operands(self, inputs, shape), precision=self.precision)
+
+
+@drop_in(spec.CONV1D, spec.CONV2D, spec.CONV3D)
+class Conv(nn.Conv):
+    """As :class:`flax.linen.Conv`. Keeps the inputs, not the copy that a padding mode makes.
+
+    (With a ``conv_general_dilated`` of the user's it is stock.)
+    """
+
+    @nn.compact
+    def __call__(self, inputs: Array) -> Array:
+        size, groups = _tuple(self.kernel_size), self.feature_group_count
+        shape = (*size, inputs.shape[-1] // groups, self.features)
+        dilation = 1 if self.input_dilation is None else self.input_dilation
+        named = ("SAME", "VALID", "CIRCULAR", "REFLECT", "CAUSAL")
+        if (
+            not _is_plain(self, shape, named)
+            or inputs.shape[-1] % groups
+            or (isinstance(self.padding, str) and {*_tuple(dilation)} != {1})
+            or not (self.conv_general_dilated is self.conv_general_dilated_cls is None)
+        ):
+            return _conv(self, inputs)
+        return functional.conv(
+            *_operands(self, inputs, shape),
+            strides=1 if self.strides is None else self.strides,
+            padding=canonicalize_padding(self.padding, len(size)),
+            input_dilation=dilation,
+            kernel_dilation=1 if self.kernel_dilation is None else self.kernel_dilation,
+            feature_group_count=groups,
+            precision=self.precision,
+        )
+
+
+@drop_in(spec.CONV_TRANSPOSE1D, spec.CONV_TRANSPOSE2D, spec.CONV_TRANSPOSE3D)
+class ConvTranspose(nn.ConvTranspose):
+    """As :class:`flax.linen.ConvTranspose`. Keeps the kernel, not its flipped copy."""
+
+    @nn.compact
+    def __call__(self, inputs: Array) -> Array:
+        size, features = _tuple(self.kernel_size), (inputs.shape[-1], self.features)
+        shape = (*size, *(reversed(features) if self.transpose_kernel else features))
+        if not _is_plain(self, shape, ("SAME", "VALID", "CIRCULAR")):
+            return _conv_transpose(self, inputs)
+        return functional.conv_transpose(
+            *_operands(self, inputs, shape),
+            strides=1 if self.strides is None else self.strides,
+            padding=canonicalize_padding(self.padding, len(size)),
+            kernel_dilation=1 if self.kernel_dilation is None else self.kernel_dilation,
+            transpose_kernel=self.transpose_kernel,
+            precision=self.precision,
+            preferred_element_type=_dtype(self.preferred_element_type),
+        )
+
+
+def _dtype(dtype: Any) -> Any:
+    """One that is no class (those of NumPy look like arrays)."""
+    return None if dtype is None else jnp.dtype(dtype)
+
+
+def _is_number(option: Any) -> bool:
+    """No array, nor a scalar of NumPy's, which has a dtype to promote to."""
+    return type(option) in (int, float)
+
+
+@drop_in(spec.BATCH_NORM_TRAIN, spec.BATCH_NORM_EVAL)
+class BatchNorm(nn.BatchNorm):
+    """As :class:`flax.linen.BatchNorm`. Keeps the input as it is, or nothing (see
+    :func:`memsave_jax.functional.batch_norm`).
+
+    (With a ``mask`` or an ``axis_name`` it computes as stock does; for integers, several feature
+    axes, and without ``force_float32_reductions``, it is stock.)
+    """
+
+    @nn.compact
+    def __call__(
+        self, x: Array, use_running_average: bool | None = None, *, mask: Array | None = None
+    ) -> Array:
+        if not (
+            jnp.issubdtype(x.dtype, jnp.inexact)
+            and self.force_float32_reductions
+            and _is_number(self.epsilon)
+            and len(_tuple(self.axis)) == 1
+        ):
+            return _batch_norm(self, x, use_running_average, mask=mask)
+        frozen = nn.merge_param(
+            "use_running_average", self.use_running_average, use_running_average
+        )
+        axes = {a + x.ndim if a < 0 else a for a in _tuple(self.axis)}
+        shape = [x.shape[a] for a in sorted(axes)]
+        mean = self.variable("batch_stats", "mean", jnp.zeros, shape, jnp.float32)
+        var = self.variable("batch_stats", "var", jnp.ones, shape, jnp.float32)
+        scale = bias = None
+        if self.use_scale:
+            scale = self.param("scale", self.scale_init, shape, self.param_dtype)
+        if self.use_bias:
+            bias = self.param("bias", self.bias_init, shape, self.param_dtype)
+        y, *updated = functional.batch_norm(
+            x,
+            mean.value,
+            var.value,
+            scale,
+            bias,
+            use_running_average=frozen,
+            axis=tuple(axes),
+            momentum=self.momentum,
+            epsilon=self.epsilon,
+            dtype=_dtype(self.dtype),
+            use_fast_variance=self.use_fast_variance,
+            axis_name=None if self.is_initializing() else self.axis_name,
+            axis_index_groups=self.axis_index_groups,
+            mask=None if mask is None else jnp.asarray(mask, bool),
+        )
+        if not (frozen or self.is_initializing()):
+            mean.value, var.value = updated  # type: ignore - there are running ones to update
+        return y
+
+
+@drop_in(spec.DROPOUT, spec.DROPOUT_FROM_RNG)
+class Dropout(nn.Dropout):
+    """As :class:`flax.linen.Dropout`, drawing the same numbers. Keeps one bit per element."""
+
+    @nn.compact
+    def __call__(
+        self, inputs: Array, deterministic: bool | None = None, rng: Any | None = None
+    ) -> Array:
+        drops = not nn.merge_param("deterministic", self.deterministic, deterministic)
+        if not (drops and _is_number(self.rate) and 0 < self.rate < 1):
+            return _dropout(self, inputs, deterministic, rng)
+        key = self.make_rng(self.rng_collection) if rng is None else rng
+        return functional.dropout(inputs, self.rate, key, broadcast_dims=self.broadcast_dims)

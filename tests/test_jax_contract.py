@@ -1,0 +1,551 @@
+"""Each row as JAX sees it: under every transformation, what stock gives under the same.
+
+Over rows, masks and both forms of the engine. Where the stock op would do for a row, its rule runs
+nevertheless. All masks of a row are one program, as most of the time goes into compiling.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from backends import JAX
+from hypothesis import settings
+from jax import export, lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax_backend import Call
+from strategies import Case, wanted
+
+import memsave_jax.functional as F
+from memsave.spec import TABLE, Layer, permutation
+from memsave_jax import function
+
+ROWS = [row for row in TABLE.values() if JAX.has_backward(row)]
+every_row = pytest.mark.parametrize("row", ROWS, ids=repr)
+FORMS = ("custom_jvp", "custom_vjp")
+every_form = pytest.mark.parametrize("form", FORMS)
+#: Every row in the default form. What the other one does does not depend on the row, so by default
+#: it runs those that differ in kind: in what they keep, in how many outputs, in what they draw.
+KINDS = ("batch_norm_train", "conv_transpose2d", "dropout_from_rng", "max_pool2d", "relu")
+ALL_ROWS_IN = FORMS if settings().max_examples > 100 else FORMS[:1]
+every_row_and_form = pytest.mark.parametrize(
+    ("row", "form"),
+    [(r, f) for f in FORMS for r in ROWS if f in ALL_ROWS_IN or r.name in KINDS],
+    ids=str,
+)
+SIZES = {"n": 8, "c": 3, "i": 2, "o": 3, "s": 2}
+Function = Callable[..., Any]
+
+
+@pytest.fixture(autouse=True)
+def wide() -> Iterator[None]:
+    with jax.enable_x64(True):
+        yield
+
+
+def case(row: Layer, wrt: frozenset[str]) -> Case:
+    """A small call, with eight examples for eight devices."""
+
+    def shape(axes: str) -> tuple[int, ...]:
+        names = [token.lstrip("*").split("/")[0] for token in axes.split()]
+        return tuple(SIZES.get(name, 2 if name[0] == "k" else 3) for name in names)
+
+    options = {name: values[0] for name, values in row.options.items()}
+    shapes: dict[str, Any] = {name: shape(axes) for name, axes in row.args.items()}
+    if row.args["x"] == "*n":
+        shapes["x"] = (8, 5)
+    return Case(shapes, dict.fromkeys(shapes, "float64"), options, wrt, seed=1)
+
+
+def calls(row: Layer, form: str) -> dict[frozenset[str], Call]:
+    """The layer (or ``"stock"``) as a function of what each mask wants."""
+    rule = JAX.following(row).rules[row.name]
+    layer = rule.primal if form == "stock" else function.differentiable(rule)
+    return {wrt: Call(layer, rule, case(row, wrt)) for wrt in wanted(row)}
+
+
+def loss(call: Call) -> Function:
+    """A scalar that depends on all outputs, and not linearly."""
+
+    def total(*args: Any) -> Any:
+        outputs = jax.tree.leaves(call(*args))
+        return sum(jnp.sin(y + k).sum() for k, y in enumerate(outputs))
+
+    return total
+
+
+def every(function: Function) -> Function:
+    """The gradient with respect to all arguments."""
+
+    def gradients(*args: Any) -> Any:
+        return jax.grad(function, argnums=tuple(range(len(args))))(*args)
+
+    return gradients
+
+
+# The transformations: functions of a call and its wanted arguments.
+
+
+def gradient(call: Call, *args: Any) -> Any:
+    return every(loss(call))(*args)
+
+
+def gradient_of_jit(call: Call, *args: Any) -> Any:
+    return every(jax.jit(loss(call)))(*args)
+
+
+def vjp_twice(call: Call, *args: Any) -> Any:
+    y, pull = jax.vjp(call, *args)
+    return pull(y), pull(jax.tree.map(jnp.cos, y))
+
+
+def stacked(*args: Any) -> list[Any]:
+    return [jnp.stack([arg, 2 * arg, arg - 1]) for arg in args]
+
+
+def vmap_of_gradient(call: Call, *args: Any) -> Any:
+    return jax.vmap(every(loss(call)))(*stacked(*args))
+
+
+def vmap_of_gradient_over_one(call: Call, *args: Any) -> Any:
+    batch = [stacked(args[0])[0], *args[1:]]
+    return jax.vmap(every(loss(call)), in_axes=(0, *[None] * (len(args) - 1)))(*batch)
+
+
+def gradient_of_vmap(call: Call, *args: Any) -> Any:
+    return every(lambda *w: jax.vmap(loss(call))(*w).sum())(*stacked(*args))
+
+
+def gradient_of_scan(call: Call, *args: Any) -> Any:
+    def summed(x: Any, *rest: Any) -> Any:
+        return lax.scan(lambda c, x: (c + loss(call)(x, *rest), None), 0.0, x)[0]
+
+    return every(summed)(stacked(args[0])[0], *args[1:])
+
+
+def gradient_of_fori_loop(call: Call, *args: Any) -> Any:
+    return every(lambda *w: lax.fori_loop(0, 2, lambda k, c: c + loss(call)(*w), 0.0))(*args)
+
+
+def gradient_of_cond(call: Call, *args: Any) -> Any:
+    def branch(*args: Any) -> Any:
+        return lax.cond(args[0].sum() < 1e9, loss(call), lambda *_: 0.0, *args)
+
+    return every(branch)(*args)
+
+
+def gradient_of_remat(call: Call, *args: Any) -> Any:
+    return every(jax.checkpoint(loss(call)))(*args)
+
+
+def gradient_of_remat_with_policies(call: Call, *args: Any) -> Any:
+    policies = jax.checkpoint_policies
+    return [
+        every(jax.checkpoint(loss(call), policy=policy))(*args)
+        for policy in (
+            policies.everything_saveable,
+            policies.dots_with_no_batch_dims_saveable,
+            policies.save_only_these_names("relu.positive", "dropout.kept"),
+            policies.save_anything_except_these_names("relu.positive", "dropout.kept"),
+        )
+    ]
+
+
+def gradient_of_remat_of_scan(call: Call, *args: Any) -> Any:
+    def summed(*args: Any) -> Any:
+        body = jax.checkpoint(lambda c, w: (c + loss(call)(*w), None))
+        return lax.scan(body, 0.0, tuple(args))[0]
+
+    return every(jax.checkpoint(summed))(*stacked(*args))
+
+
+def gradient_of_gradient(call: Call, *args: Any) -> Any:
+    def norm(*args: Any) -> Any:
+        return sum(jnp.vdot(jnp.cos(g), g) for g in every(loss(call))(*args))
+
+    return every(norm)(*args)
+
+
+def hessian_by_reverse(call: Call, *args: Any) -> Any:
+    def of_first(x: Any) -> Any:
+        return loss(call)(x.reshape(args[0].shape), *args[1:])
+
+    return jax.jacrev(jax.grad(of_first))(args[0].ravel())
+
+
+def forward_over_reverse(call: Call, *args: Any) -> Any:
+    return jax.jvp(every(loss(call)), args, args)
+
+
+def gradient_inside_of_custom_vjp(call: Call, *args: Any) -> Any:
+    @jax.custom_vjp
+    def outer(*args: Any) -> Any:
+        return loss(call)(*args)
+
+    outer.defvjp(lambda *args: jax.vjp(loss(call), *args), lambda pull, g: pull(2 * g))
+    return every(outer)(*args)
+
+
+ANY_FORM = (
+    gradient,
+    gradient_of_jit,
+    vjp_twice,
+    vmap_of_gradient,
+    vmap_of_gradient_over_one,
+    gradient_of_vmap,
+    gradient_of_scan,
+    gradient_of_fori_loop,
+    gradient_of_cond,
+    gradient_of_remat,
+    gradient_of_remat_with_policies,
+    gradient_of_remat_of_scan,
+    gradient_of_gradient,
+    hessian_by_reverse,
+    forward_over_reverse,
+    gradient_inside_of_custom_vjp,
+)
+
+
+def jvp(call: Call, *args: Any) -> Any:
+    return jax.jvp(call, args, tuple(map(jnp.cos, args)))
+
+
+def linearize(call: Call, *args: Any) -> Any:
+    y, push = jax.linearize(call, *args)
+    return y, push(*args), push(*map(jnp.sin, args))
+
+
+def jacobian_forward(call: Call, *args: Any) -> Any:
+    return jax.jacfwd(lambda s: loss(call)(*(s * arg for arg in args)))(1.5)
+
+
+def reverse_over_forward(call: Call, *args: Any) -> Any:
+    return every(lambda *w: jax.jvp(loss(call), w, args)[1])(*args)
+
+
+def jvp_of_while(call: Call, *args: Any) -> Any:
+    def repeated(*args: Any) -> Any:
+        def body(state: Any) -> Any:
+            return state[0] + 1, state[1] + loss(call)(*args)
+
+        return lax.while_loop(lambda state: state[0] < 3, body, (0, 0.0))[1]
+
+    return jax.jvp(repeated, args, args)
+
+
+FORWARD = (jvp, linearize, jacobian_forward, reverse_over_forward, jvp_of_while)
+
+
+def results(transform: Function, row: Layer, form: str, compile: bool = True) -> Any:
+    """Of all masks, as one program."""
+    of_mask = calls(row, form)
+
+    def run(args: dict[str, list[Any]]) -> dict[str, Any]:
+        return {
+            "+".join(sorted(wrt)): transform(call, *args["+".join(sorted(wrt))])
+            for wrt, call in of_mask.items()
+        }
+
+    args = {"+".join(sorted(wrt)): call.wanted for wrt, call in of_mask.items()}
+    context = function.using("custom_jvp" if form == "stock" else form)
+    with context:
+        return (jax.jit(run) if compile else run)(args)
+
+
+@functools.lru_cache
+def of_stock(transform: Function, row: Layer) -> Any:
+    with jax.enable_x64(True):
+        return results(transform, row, "stock")
+
+
+def assert_close(ours: Any, stock: Any) -> None:
+    assert jax.tree.structure(ours) == jax.tree.structure(stock)
+    for one, other in zip(jax.tree.leaves(ours), jax.tree.leaves(stock), strict=True):
+        assert (one.shape, one.dtype) == (other.shape, other.dtype)
+        np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-9)
+
+
+@every_row_and_form
+@pytest.mark.parametrize("transform", ANY_FORM, ids=lambda transform: transform.__name__)
+def test_transformation(transform: Function, row: Layer, form: str) -> None:
+    assert_close(results(transform, row, form), of_stock(transform, row))
+
+
+@every_row
+@pytest.mark.parametrize("transform", FORWARD, ids=lambda transform: transform.__name__)
+def test_forward_mode(transform: Function, row: Layer) -> None:
+    assert_close(results(transform, row, "custom_jvp"), of_stock(transform, row))
+
+
+@every_row
+def test_custom_vjp_refuses_forward_mode(row: Layer) -> None:
+    """By an error of JAX, not by wrong numbers: the reason why it is not the default."""
+    with pytest.raises(TypeError, match="can't apply forward-mode"):
+        results(jvp, row, "custom_vjp")
+
+
+# Several masks of one traced function: where a structure that depends on the mask goes wrong.
+
+
+@every_form
+def test_one_jitted_layer_under_interleaved_masks(form: str) -> None:
+    """The structure of what is kept may not be taken from another mask's tracing."""
+
+    @jax.jit
+    def layer(x: Any, weight: Any, bias: Any) -> Any:
+        return F.batch_norm(x, None, None, weight, bias, use_running_average=False)[0]
+
+    def net(x: Any, weight: Any, bias: Any) -> Any:
+        y = layer(x, lax.stop_gradient(weight), bias)
+        y = layer(y, weight, lax.stop_gradient(bias))
+        y = layer(lax.stop_gradient(y), weight, bias) + layer(y, weight, bias)
+        return (y**3).sum()
+
+    x = jnp.arange(24.0).reshape(8, 3) ** 1.5
+    args = (x, jnp.arange(1.0, 4.0), jnp.ones(3))
+    for wanted_ in ((0,), (1,), (2,), (0, 1), (1, 2), (0, 1, 2), (0,)):
+        with function.using("stock"):
+            expected = jax.grad(net, wanted_)(*args)
+        with function.using(form):
+            assert_close(jax.grad(net, wanted_)(*args), expected)
+            assert_close(jax.jit(jax.grad(net, wanted_))(*args), expected)
+
+
+@every_row_and_form
+def test_one_jitted_layer_of_every_row_under_all_masks(row: Layer, form: str) -> None:
+    rule = JAX.following(row).rules[row.name]
+    call = Call(None, rule, case(row, frozenset(row.reads)))
+
+    def masked(function_: Function) -> Any:
+        once = jax.jit(lambda *args: function_(*args, **call.options(call.key)))
+
+        def total(args: dict[str, Any]) -> Any:
+            sums = []
+            for wrt in wanted(row):
+                some = [args[n] if n in wrt else lax.stop_gradient(args[n]) for n in row.args]
+                sums.append(sum(jnp.sin(y).sum() for y in jax.tree.leaves(once(*some))))
+            return sum(k * s for k, s in enumerate(sums, start=1))
+
+        return jax.grad(total)(call.args)
+
+    with function.using(form):
+        assert_close(masked(function.differentiable(rule)), masked(rule.primal))
+
+
+# Devices.
+
+
+def mesh() -> Any:
+    if len(jax.devices()) < 8:
+        pytest.skip("needs eight devices, which conftest.py asks of XLA")
+    return jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+
+
+def on_devices(row: Layer, form: str, run: Function) -> dict[str, Any]:
+    """Under every mask that wants the gradient of ``x``, of which each device has one example."""
+    return {
+        "+".join(sorted(wrt)): run(call, call.wanted)
+        for wrt, call in calls(row, form).items()
+        if "x" in wrt
+    }
+
+
+@every_row_and_form
+def test_sharded_input(row: Layer, form: str) -> None:
+    split = NamedSharding(mesh(), PartitionSpec("data"))
+
+    def run(call: Call, args: Any) -> Any:
+        args = [jax.device_put(args[0], split), *args[1:]]
+        grads = jax.jit(every(loss(call)))(*args)
+        assert grads[0].sharding.is_equivalent_to(split, grads[0].ndim)
+        return grads
+
+    with function.using(form):
+        ours = on_devices(row, form, run)
+    assert_close(ours, on_devices(row, "stock", run))
+
+
+@every_row_and_form
+@pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
+def test_shard_map(row: Layer, form: str, inside: bool) -> None:
+    """The gradient of a sum over devices, and sums over devices of gradients."""
+    devices = mesh()
+
+    def run(call: Call, args: Any) -> Any:
+        specs = (PartitionSpec("data"), *[PartitionSpec()] * (len(args) - 1))
+
+        def local(*args: Any) -> Any:
+            if inside:
+                return every(loss(call))(*args)
+            return lax.psum(loss(call)(*args), "data")
+
+        mapped = jax.shard_map(
+            local, mesh=devices, in_specs=specs, out_specs=specs if inside else PartitionSpec()
+        )
+        return jax.jit(mapped if inside else every(mapped))(*args)
+
+    with function.using(form):
+        ours = on_devices(row, form, run)
+    assert_close(ours, on_devices(row, "stock", run))
+
+
+@every_row_and_form
+def test_donated_arguments(row: Layer, form: str) -> None:
+    call = calls(row, form)[frozenset(row.reads)]
+    with function.using(form):
+        expected = jax.jit(every(loss(call)))(*call.wanted)
+        step = jax.jit(every(loss(call)), donate_argnums=tuple(range(len(call.wanted))))
+        donated = [jnp.array(arg) for arg in call.wanted]
+        assert_close(step(*donated), expected)
+    assert all(arg.is_deleted() for arg in donated)
+
+
+@every_row_and_form
+def test_export(row: Layer, form: str) -> None:
+    call = calls(row, form)[frozenset(row.reads)]
+    with function.using(form):
+        exported = export.export(jax.jit(loss(call)))(*call.wanted)
+        loaded = export.deserialize(exported.serialize(vjp_order=1))
+        ours = every(loaded.call)(*call.wanted)
+    assert_close(
+        ours, jax.jit(every(loss(calls(row, "stock")[frozenset(row.reads)])))(*call.wanted)
+    )
+
+
+# Arguments of every kind.
+
+
+@every_form
+@pytest.mark.parametrize("x", [2.0, -1, True, 0.0], ids=repr)
+def test_python_scalars(x: Any, form: str) -> None:
+    with function.using(form):
+        y = F.relu(x)
+        expected = jax.nn.relu(x)
+        assert (y, y.dtype, y.weak_type) == (expected, expected.dtype, expected.weak_type)
+        if isinstance(x, float):
+            assert jax.grad(F.relu)(x) == jax.grad(jax.nn.relu)(x)
+            one, other = jax.vjp(F.relu, x)[0], jax.vjp(jax.nn.relu, x)[0]
+            assert (one.dtype, one.weak_type) == (other.dtype, other.weak_type)
+
+
+@every_form
+@pytest.mark.parametrize("size", [0, 1, 7, 8, 9])
+def test_last_axes_of_all_sizes(size: int, form: str) -> None:
+    x = jnp.linspace(-1.0, 1.0, 3 * size).reshape(3, size)
+    with function.using(form):
+        assert_close(
+            jax.grad(lambda x: F.relu(x).sum())(x), jax.grad(lambda x: jax.nn.relu(x).sum())(x)
+        )
+
+
+@every_form
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_strict_promotion(dtype: str, form: str) -> None:
+    """Nothing is promoted that stock does not promote."""
+    x = jnp.linspace(-1, 1, 64, dtype=dtype).reshape(2, 4, 4, 2)
+    vector = jnp.ones(2, dtype)
+
+    def net(x: Any, vector: Any) -> Any:
+        y = F.relu(F.max_pool(x, (2, 2), (2, 2)))
+        y = F.dropout(y, 0.5, jax.random.key(0))
+        return F.conv(y, jnp.ones((1, 1, 2, 2), dtype), vector).sum()
+
+    with jax.numpy_dtype_promotion("strict"), function.using(form):
+        grads = jax.jit(jax.grad(net, (0, 1)))(x, vector)
+    assert [g.dtype for g in grads] == [dtype, dtype]
+
+
+@every_row_and_form
+def test_leaks_and_nans_are_looked_for(row: Layer, form: str) -> None:
+    call = calls(row, form)[frozenset(row.reads)]
+    with function.using(form), jax.checking_leaks(), jax.debug_nans(True):
+        jax.jit(every(loss(call)))(*call.wanted)
+
+
+@every_form
+def test_integers_and_complex_numbers_are_stock(form: str) -> None:
+    with function.using(form):
+        assert F.relu(jnp.arange(-2, 3)).tolist() == [0, 0, 0, 1, 2]
+        x = jnp.array([[1 + 2j, 3.0], [0, 1j]])
+        y, _, _ = F.batch_norm(x, None, None, use_running_average=False)
+        assert jnp.iscomplexobj(y)
+        jax.grad(
+            lambda x: jnp.abs(F.batch_norm(x, None, None, use_running_average=False)[0]).sum()
+        )(x)
+
+
+def test_derivative_that_the_table_does_not_have_is_stocks() -> None:
+    """By the running statistics, as of somebody who differentiates by all of a model's state."""
+    x, vector = jnp.arange(24.0).reshape(8, 3), jnp.arange(1.0, 4.0)
+
+    def norm(*args: Any) -> Any:
+        return (F.batch_norm(*args, use_running_average=True)[0] ** 3).sum()
+
+    args = (x, vector, 2 * vector, vector, vector)
+    with function.using("stock"):
+        expected = every(norm)(*args)
+    assert_close(every(norm)(*args), expected)
+    with function.using("custom_vjp"), pytest.raises(NotImplementedError, match="running_mean"):
+        every(norm)(*args)
+
+
+def test_options_may_be_scalars_of_numpy() -> None:
+    x = jnp.arange(24.0).reshape(8, 3)
+    y, _, _ = F.batch_norm(x, None, None, use_running_average=False, epsilon=np.float64(1e-5))
+    grads = jax.grad(lambda x: F.dropout(x, np.float64(0.5), jax.random.key(0)).sum())(x)
+    assert y.shape == grads.shape == x.shape
+
+
+def test_unknown_padding() -> None:
+    x, kernel = jnp.ones((1, 4, 2)), jnp.ones((2, 2, 2))
+    for layer in (F.conv, F.conv_transpose):
+        with pytest.raises((ValueError, RuntimeError), match=r"(?i)un(known|recognized) padding"):
+            layer(x, kernel, padding="NONE")
+
+
+@every_form
+@pytest.mark.parametrize("rate", [0.0, 1.0])
+def test_dropout_of_nothing_and_of_all(rate: float, form: str) -> None:
+    with function.using(form):
+        for layer in (F.dropout, F.dropout_from_rng):
+            y, pull = jax.vjp(lambda x, layer=layer: layer(x, rate, jax.random.key(0)), jnp.ones(3))
+            assert y.tolist() == pull(jnp.ones(3))[0].tolist() == [1.0 - rate] * 3
+
+
+# The engine.
+
+
+def test_unknown_form() -> None:
+    with pytest.raises(ValueError, match="the forms are"):
+        function.using("reverse")  # type: ignore[arg-type]
+
+
+def test_function_jitted_before_is_traced_again() -> None:
+    """The form is part of JAX's caches."""
+    f = jax.jit(lambda x: F.relu(x).sum())
+    text = {}
+    for form in ("stock", "custom_vjp", "custom_jvp"):
+        with function.using(form):
+            f(jnp.ones(3))
+            text[form] = str(jax.make_jaxpr(f)(jnp.ones(3)))
+    assert "custom_vjp" in text["custom_vjp"]
+    assert "memsave" not in text["stock"]
+    assert len(set(text.values())) == 3
+
+
+def test_rows_are_defined_once_and_completely() -> None:
+    with pytest.raises(ValueError, match="has a rule already"):
+        function.define(TABLE["linear"], lambda x: x)
+    with pytest.raises(ValueError, match="needs a fwd"):
+        function.define(TABLE["relu"], lambda x: x)
+
+
+def test_layouts_are_orders_of_the_rows_axes() -> None:
+    for rule in function.RULES.values():
+        for name, axes in rule.row.args.items():
+            permutation(axes, rule.layout[name], 6 if "*" in axes else len(axes.split()))
