@@ -10,8 +10,16 @@ import importlib
 import importlib.util
 import sys
 
-EXPERIMENTS = ("input_gradient", "kept_bytes", "step_time", "dropout_rows", "flax_scenarios")
-NEEDS = ("torch", "jax", "flax", "transformers", "sklearn", "matplotlib", "tqdm")
+EXPERIMENTS = (
+    "input_gradient",
+    "kept_bytes",
+    "step_time",
+    "dropout_rows",
+    "flax_scenarios",
+    "flax_layers",
+    "flax_freezing",
+)
+NEEDS = ("torch", "jax", "flax", "transformers", "optax", "sklearn", "matplotlib", "tqdm")
 
 
 def _missing() -> list[str]:

@@ -5,7 +5,7 @@ So the weights of either move to the other by name (:mod:`memsave_jax.interop`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -94,7 +94,7 @@ class Embedder(nnx.Module):
 
     def __init__(self, o: int, small: bool, rngs: nnx.Rngs) -> None:
         self.embedder = ConvLayer(3, o, 3 if small else 7, 1 if small else 2, rngs)
-        self.pooler = None if small else nnx.max_pool
+        self.pooler: Callable[..., jax.Array] | None = None if small else nnx.max_pool
 
     def __call__(self, x: jax.Array) -> jax.Array:
         x = self.embedder(x)

@@ -1,7 +1,8 @@
 """The main job: the gradient of a loss with respect to photographs, through a frozen ResNet-101.
 
-Stock and converted, on the two photographs that scikit-learn ships, cut into crops: kept bytes,
-whole-step peak, time, the largest difference between the gradients, the report, and a plot.
+Stock and converted, in PyTorch and in Flax, on the two photographs that scikit-learn ships, cut
+into crops: kept bytes, whole-step peak or temporaries, time, the largest difference between the
+gradients, the report, and a plot.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import argparse
 import statistics
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +18,7 @@ from tqdm import tqdm
 
 import memsave
 
+from .flax_input_gradient import measure as flax_measure
 from .measure import (
     RESULTS,
     in_fresh_process,
@@ -78,7 +81,7 @@ def peak(name: str, crops: int) -> int:
 
 def main(args: argparse.Namespace) -> int:
     """Run everything, print the figures, save the plot."""
-    bar = tqdm(total=5, desc="preparing")
+    bar = tqdm(total=6, desc="preparing")
     prepared = {name: prepare(name, args.crops) for name in MODELS}
     model, x, _ = prepared["stock"]
     report = memsave.report(model, x)
@@ -92,37 +95,47 @@ def main(args: argparse.Namespace) -> int:
     advance(bar, "time")
     steps = {name: lambda name=name: step(*prepared[name]) for name in MODELS}
     times = paired_times(steps, args.repeats)
+    advance(bar, "the same in Flax")
+    flax = in_fresh_process(flax_measure, args.crops, args.repeats)
     advance(bar, "done")
     bar.close()
 
     print(report.format(args.rows))
     print()
-    difference = (gradients["stock"] - gradients["memsave"]).abs().max().item()
-    largest = gradients["stock"].abs().max().item()
     kept = {"stock": report.stock, "memsave": report.converted}
     seconds = {name: statistics.median(times[name]) for name in MODELS}
-    slower = ratio(times["memsave"], times["stock"])
-    print(f"ResNet-101, frozen, BatchNorm in eval mode; gradient of the input, {tuple(x.shape)}")
-    print_table(
-        ("", "stock", "memsave", "ratio"),
-        [
-            ("kept for backward", *_sizes(kept)),
-            ("peak of the whole step", *_sizes(peaks)),
-            ("seconds", *(f"{seconds[name]:.2f}" for name in MODELS), f"{slower:.3f}"),
-            ("loss", *(f"{loss[name]:.6f}" for name in MODELS), ""),
-        ],
-    )
-    print(f"largest difference between the gradients: {difference:g} (of at most {largest:g})")
-    command = f"python -m experiments run input_gradient --crops {args.crops}"
+    torch_gradients = {name: gradients[name].numpy() for name in MODELS}
     figures = {
         "kept_bytes": kept,
         "peak_bytes": peaks,
         "seconds": seconds,
-        "time_ratio": slower,
-        "gradient_difference": difference,
-        "gradient_largest": largest,
+        "time_ratio": ratio(times["memsave"], times["stock"]),
+        "loss": loss,
+        **differences(torch_gradients),
     }
-    print(f"written to {write_results('input_gradient', command, [figures])}")
+    flax_gradients = flax.pop("gradients")
+    flax |= differences(flax_gradients)
+    print(f"ResNet-101, frozen, BatchNorm in eval mode; gradient of the input, {tuple(x.shape)}")
+    print_table(
+        ("", "PyTorch", "memsave", "ratio", "Flax", "memsave_jax", "ratio"),
+        [
+            ("kept for backward", *_sizes(kept), *_sizes(flax["kept_bytes"])),
+            ("peak of the whole step", *_sizes(peaks), "", "", ""),
+            ("temporaries of the jitted step", "", "", "", *_sizes(flax["temp_bytes"])),
+            ("seconds", *_seconds(figures), *_seconds(flax)),
+            ("loss", *_loss(figures), *_loss(flax)),
+        ],
+    )
+    for name, of in (("PyTorch", figures), ("Flax", flax)):
+        print(
+            f"largest difference between the gradients in {name}: {of['gradient_difference']:g} "
+            f"(of at most {of['gradient_largest']:g})"
+        )
+    off = abs(torch_gradients["memsave"] - flax_gradients["memsave"]).max()
+    print(f"between the converted models of the two: {off:g}")
+    command = f"python -m experiments run input_gradient --crops {args.crops}"
+    rows = [{"backend": "torch", **figures}, {"backend": "jax", **flax}]
+    print(f"written to {write_results('input_gradient', command, rows)}")
     print(f"plot saved to {plot(prepared['memsave'][1], gradients['memsave'], kept, peaks)}")
     return 0
 
@@ -137,6 +150,24 @@ def gradient(x: Tensor) -> Tensor:
     """The gradient of a leaf, which a step has computed."""
     assert x.grad is not None
     return x.grad.clone()
+
+
+def differences(gradients: dict[str, Any]) -> dict[str, float]:
+    """Between two gradients, and how large they are."""
+    stock, ours = (gradients[name] for name in MODELS)
+    return {
+        "gradient_difference": float(abs(stock - ours).max()),
+        "gradient_largest": float(abs(stock).max()),
+    }
+
+
+def _seconds(figures: dict[str, Any]) -> tuple[str, str, str]:
+    seconds = (f"{figures['seconds'][name]:.2f}" for name in MODELS)
+    return (*seconds, f"{figures['time_ratio']:.3f}")  # type: ignore[return-value]
+
+
+def _loss(figures: dict[str, Any]) -> tuple[str, str, str]:
+    return (*(f"{figures['loss'][name]:.6f}" for name in MODELS), "")  # type: ignore[return-value]
 
 
 def _sizes(sizes: dict[str, int]) -> tuple[str, str, str]:

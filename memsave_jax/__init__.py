@@ -1,7 +1,7 @@
 """memsave_jax: layers for JAX and Flax that keep for backward only what the wanted gradients read.
 
-Imports neither JAX before its first use, nor Flax other than for ``memsave_jax.nnx`` and
-``memsave_jax.linen``, nor PyTorch.
+JAX is imported at the first use of a name here, Flax only for ``nnx``, ``linen`` and ``interop``,
+PyTorch never.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from . import functional, linen, nnx
+    from . import functional, interop, linen, nnx
     from ._report import Report, report
 
-__all__ = ["Report", "functional", "linen", "nnx", "report"]
+__all__ = ["Report", "functional", "interop", "linen", "nnx", "report"]
 
 # Where each public name lives, if it is no module. (A submodule called "report" would hide the
 # function as soon as anything imports it.)

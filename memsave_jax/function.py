@@ -43,7 +43,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array, core, lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
@@ -282,12 +282,13 @@ def _no_tangent(aval: Any) -> Any:
 
 
 def _instantiated(g: Any) -> Any:
-    return jnp.zeros(g.shape, g.dtype) if type(g) is SymbolicZero else g
+    shape, dtype = g.shape, g.dtype
+    return jnp.zeros(shape, dtype) if type(g) is SymbolicZero else g
 
 
 def _unforwarded(array: Any) -> Any:
     """The same array under another name, where JAX could see that it is an input."""
-    if isinstance(array, jax.core.Tracer):
+    if isinstance(array, core.Tracer):
         return jax.tree.map(lax.optimization_barrier, array)
     return array
 

@@ -26,8 +26,7 @@ from memsave.spec import Layer, permutation
 from . import functional as _  # noqa: F401 - defines the rules
 from .function import RULES
 
-#: The names of a row's arguments in the two frameworks.
-TORCH = {name: name for name in ("weight", "bias", "running_mean", "running_var")}
+#: Flax's names of a row's arguments. (PyTorch's are the table's.)
 LINEAR = {"weight": "kernel", "bias": "bias"}
 NORM = {"weight": "scale", "bias": "bias", "running_mean": "mean", "running_var": "var"}
 CONV = (spec.CONV1D, spec.CONV2D, spec.CONV3D)
@@ -63,7 +62,7 @@ def load_state_dict(
     if left:
         raise KeyError(f"no layer of the model takes {', '.join(sorted(left))}")
     for variable, array in todo:
-        variable[...] = array
+        variable.set_value(array)
 
 
 def state_dict(
@@ -86,10 +85,10 @@ def _weights(
     """Every weight: its name in PyTorch, where it is, and what it is to which row."""
     for path, layer in nnx.iter_modules(model):
         row, names = _row(layer)
-        prefix = rename(".".join(map(str, path)))
         for argument, attribute in names.items():
             variable = getattr(layer, attribute)
             if variable is not None:
+                prefix = rename(".".join(map(str, path)))
                 yield f"{prefix}.{argument}".lstrip("."), variable, row, argument, layer
 
 

@@ -163,8 +163,8 @@ class BatchNorm(nn.BatchNorm):
     """As :class:`flax.linen.BatchNorm`. Keeps the input as it is, or nothing (see
     :func:`memsave_jax.functional.batch_norm`).
 
-    (With a ``mask`` or an ``axis_name`` it computes as stock does; for integers, several feature
-    axes, and without ``force_float32_reductions``, it is stock.)
+    (With a ``mask`` or an ``axis_name`` it computes as stock does; for integers and without
+    ``force_float32_reductions``, it is stock.)
     """
 
     @nn.compact
@@ -175,7 +175,6 @@ class BatchNorm(nn.BatchNorm):
             jnp.issubdtype(x.dtype, jnp.inexact)
             and self.force_float32_reductions
             and _is_number(self.epsilon)
-            and len(_tuple(self.axis)) == 1
         ):
             return _batch_norm(self, x, use_running_average, mask=mask)
         frozen = nn.merge_param(

@@ -1,4 +1,4 @@
-"""What importing memsave imports: the table nothing, the layers torch, and neither of them JAX."""
+"""What importing imports: the table nothing, memsave torch and not JAX, memsave_jax the reverse."""
 
 from __future__ import annotations
 
@@ -23,13 +23,19 @@ class Noted:
 
 sys.meta_path.insert(0, Noted())
 {code}
-print(*Noted.names - sys.stdlib_module_names - {{"memsave", "org"}})
+print(*Noted.names - sys.stdlib_module_names - {{"memsave", "memsave_jax", "org"}})
 """
 
 EVERYTHING = """
 from memsave import *
 from memsave.nn import *
 from memsave.functional import *
+"""
+
+
+JAX_WITHOUT_FLAX = """
+from memsave_jax import report
+from memsave_jax.functional import *
 """
 
 
@@ -55,7 +61,25 @@ def test_no_public_name_imports_jax() -> None:
     assert "jax" not in seen
 
 
-@pytest.mark.parametrize("name", ["torch", "jax", "numpy"])
+def test_importing_memsave_jax_needs_nothing_until_it_is_used() -> None:
+    assert looked_for("import memsave_jax; dir(memsave_jax)") == set()
+
+
+def test_functions_in_jax_need_neither_flax_nor_torch() -> None:
+    seen = looked_for(JAX_WITHOUT_FLAX)
+    assert "jax" in seen
+    assert not seen & {"flax", "torch"}
+
+
+@pytest.mark.parametrize("name", ["nnx", "linen", "interop"])
+def test_layers_in_flax_do_not_need_torch(name: str) -> None:
+    # (Of memsave, only the table: the rest would look for torch.)
+    seen = looked_for(f"from memsave_jax import {name}\nfrom memsave_jax.{name} import *")
+    assert "flax" in seen
+    assert "torch" not in seen
+
+
+@pytest.mark.parametrize("name", ["torch", "jax", "flax", "numpy"])
 def test_these_checks_can_fail(name: str) -> None:
     hidden = f"try:\n    import {name}.some_submodule\nexcept ImportError:\n    pass"
     assert name in looked_for(f"import memsave.spec\n{hidden}")

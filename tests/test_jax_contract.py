@@ -15,10 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from backends import JAX
-from hypothesis import settings
 from jax import export, lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from jax_backend import Call
+from jax_backend import Call, Jax
 from strategies import Case, wanted
 
 import memsave_jax.functional as F
@@ -29,13 +28,9 @@ ROWS = [row for row in TABLE.values() if JAX.has_backward(row)]
 every_row = pytest.mark.parametrize("row", ROWS, ids=repr)
 FORMS = ("custom_jvp", "custom_vjp")
 every_form = pytest.mark.parametrize("form", FORMS)
-#: Every row in the default form. What the other one does does not depend on the row, so by default
-#: it runs those that differ in kind: in what they keep, in how many outputs, in what they draw.
-KINDS = ("batch_norm_train", "conv_transpose2d", "dropout_from_rng", "max_pool2d", "relu")
-ALL_ROWS_IN = FORMS if settings().max_examples > 100 else FORMS[:1]
 every_row_and_form = pytest.mark.parametrize(
     ("row", "form"),
-    [(r, f) for f in FORMS for r in ROWS if f in ALL_ROWS_IN or r.name in KINDS],
+    [(row, form) for form in FORMS for row in ROWS if Jax(form).checks(row)],
     ids=str,
 )
 SIZES = {"n": 8, "c": 3, "i": 2, "o": 3, "s": 2}

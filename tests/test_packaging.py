@@ -46,7 +46,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         packed = {name for name in archive.namelist() if ".dist-info/" not in name}
-    sources = [*ROOT.glob("memsave/**/*.py"), ROOT / "memsave/py.typed"]
+    sources = [*ROOT.glob("memsave*/**/*.py"), *ROOT.glob("memsave*/py.typed")]
     assert packed == {path.relative_to(ROOT).as_posix() for path in sources}
 
 
@@ -61,6 +61,7 @@ def test_the_wheel_needs_nothing_without_an_extra(wheel: Path) -> None:
 
     assert needed("") == []
     assert needed("torch") == ["torch"]
+    assert needed("jax") == ["flax", "jax"]
 
 
 USE = """
@@ -81,6 +82,13 @@ torch.testing.assert_close(actual, expected)
 report = memsave.report(model, x)
 assert 0 < report.now == report.converted < report.stock
 print(report)
+
+import jax
+from memsave_jax import functional, report
+
+x = jax.numpy.ones((2, 3, 8))
+measured = report(functional.relu, x)
+assert measured.now == 2 * 3 < measured.stock
 """
 
 
@@ -95,6 +103,30 @@ def test_the_wheel_works_outside_the_checkout(wheel: Path, tmp_path: Path) -> No
     (site_packages / "borrowed.pth").write_text(str(Path(torch.__file__).parents[1]))
     printed = run(interpreter, "-I", "-W", "error", "-c", USE, cwd=tmp_path)
     assert "ReLU" in printed
+
+
+@pytest.mark.parametrize(
+    ("missing", "statement"),
+    [
+        ("jax", "memsave_jax.report"),
+        ("jax", "from memsave_jax import *"),
+        ("jax", "import memsave_jax.functional"),
+        ("flax", "memsave_jax.nnx"),
+        ("flax", "import memsave_jax.linen"),
+        ("flax", "from memsave_jax import interop"),
+    ],
+)
+def test_without_jax_or_flax_the_error_names_the_extra(missing: str, statement: str) -> None:
+    code = f"""
+import sys
+sys.modules[{missing!r}] = None  # as if it were not installed
+import memsave_jax
+try:
+    exec({statement!r})
+except ImportError as error:
+    print(error)
+"""
+    assert "pip install 'memsave[jax]'" in python(code)
 
 
 @pytest.mark.parametrize(
@@ -122,23 +154,30 @@ except ImportError as error:
     assert "pip install 'memsave[torch]'" in python(code)
 
 
-def test_public_names_are_those_listed() -> None:
+@pytest.mark.parametrize(
+    ("package", "modules"),
+    [
+        ("memsave", ("functional", "nn", "spec")),
+        ("memsave_jax", ("functional", "interop", "linen", "nnx")),
+    ],
+)
+def test_public_names_are_those_listed(package: str, modules: tuple[str, ...]) -> None:
     """Whatever was imported before: a submodule may not hide a function of its name."""
-    python("""
+    python(f"""
 import importlib, inspect, pkgutil
-import memsave
+import {package} as package
 
-listed = set(memsave.__all__)
-assert listed <= set(dir(memsave))
-first = {name: getattr(memsave, name) for name in listed}
-for module in pkgutil.iter_modules(memsave.__path__, "memsave."):
+listed = set(package.__all__)
+assert listed <= set(dir(package))
+first = {{name: getattr(package, name) for name in listed}}
+for module in pkgutil.iter_modules(package.__path__, "{package}."):
     importlib.import_module(module.name)
-star = {}
-exec("from memsave import *", star)
+star = {{}}
+exec("from {package} import *", star)
 for name, value in first.items():
-    assert getattr(memsave, name) is star[name] is value, name
-    assert inspect.ismodule(value) == (name in ("functional", "nn", "spec")), name
-assert set(star) - {"__builtins__"} == listed
+    assert getattr(package, name) is star[name] is value, name
+    assert inspect.ismodule(value) == (name in {modules}), name
+assert set(star) - {{"__builtins__"}} == listed
 """)
 
 

@@ -45,6 +45,10 @@ class Torch:
         """The rows that it implements."""
         return {name: rule.row for name, rule in self.rules.items()}
 
+    def checks(self, row: Layer) -> bool:
+        """Whether to check a row."""
+        return True
+
     def has_backward(self, row: Layer) -> bool:
         """Whether it has a backward of its own for a row, or stock's."""
         return self.rules[row.name].bwd is not None

@@ -155,9 +155,7 @@ def _bwd_eval(
     if "weight" in wrt:
         rstd = lax.rsqrt(_wide(saved["running_var"]) + eps)
         centered = saved["x"] - axes.spread(saved["running_mean"])
-        grads["weight"] = ((g * centered).sum(axes.reduced) * rstd.reshape(-1)).reshape(
-            shapes["weight"].shape
-        )
+        grads["weight"] = ((g * centered).sum(axes.reduced) * rstd).reshape(shapes["weight"].shape)
     if "bias" in wrt:
         grads["bias"] = g.sum(axes.reduced).reshape(shapes["bias"].shape)
     return grads

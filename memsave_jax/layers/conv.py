@@ -59,7 +59,12 @@ def _batched(convolve: Callable[[Array], Array], x: Array, dims: int) -> Array:
 
 
 def _plus(y: Array, bias: Array | None) -> Array:
-    return y if bias is None else y + bias.reshape((1,) * (y.ndim - 1) + (-1,))
+    return y if bias is None else y + _row(bias, y.ndim)
+
+
+def _row(bias: Array, ndim: int) -> Array:
+    """To add to the channels."""
+    return bias.reshape((1,) * (ndim - 1) + (-1,))
 
 
 def _conv_primal(
@@ -155,7 +160,9 @@ def _bwd(
     **options: Any,
 ) -> Grads:
     def transposed(function: Callable[[Array], Array], name: str) -> Array:
-        return jax.linear_transpose(function, shapes[name])(g)[0]
+        # (The bias may be of a wider dtype than the rest, and a single number.)
+        dtype = jax.eval_shape(function, shapes[name]).dtype
+        return jax.linear_transpose(function, shapes[name])(g.astype(dtype))[0]
 
     grads = {}
     if "x" in wrt:
@@ -165,7 +172,9 @@ def _bwd(
         x = saved["x"]
         grads["weight"] = transposed(lambda weight: primal(x, weight, None, **options), "weight")
     if "bias" in wrt:
-        grads["bias"] = g.sum(range(g.ndim - 1)).reshape(shapes["bias"].shape)
+        grads["bias"] = transposed(
+            lambda bias: jnp.broadcast_to(_row(bias, g.ndim), g.shape), "bias"
+        )
     return grads
 
 

@@ -74,7 +74,7 @@ def _window(
         pads = lax.padtype_to_pads(inputs, extent, stride, padding)
     else:
         padding = (padding,) * dims if isinstance(padding, int) else padding
-        pads = [(p, p) if isinstance(p, int) else tuple(p) for p in padding]
+        pads = [(p, p) if isinstance(p, int) else (p[0], p[1]) for p in padding]
     if ceil_mode:
         sizes = zip(inputs, extent, stride, pads, strict=True)
         pads = [(low, _ceil(size, e, s, low, high)) for size, e, s, (low, high) in sizes]
@@ -217,7 +217,7 @@ def max_pool(
     inputs: Array,
     window_shape: Sequence[int],
     strides: Sequence[int] | None = None,
-    padding: str | Sequence[tuple[int, int]] = "VALID",
+    padding: str | Sequence[Sequence[int]] = "VALID",
 ) -> Array:
     """As :func:`flax.linen.max_pool` (and ``nnx.max_pool``).
 

@@ -1,0 +1,29 @@
+"""The code in the README runs, and does what the text says."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+README = (Path(__file__).parents[1] / "README.md").read_text()
+JAX = README[README.index("## Use it from JAX") : README.index("## The table")]
+BLOCKS = re.findall(r"```python\n(.*?)```", JAX, re.DOTALL)
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=["nnx", "linen"])
+def test_use_it_from_jax(block: str, capsys: pytest.CaptureFixture[str]) -> None:
+    names: dict[str, Any] = {}
+    # (As a file, for the report to name its lines.)
+    exec(compile(block, "README.md", "exec"), names)
+    printed = capsys.readouterr().out
+    assert "BatchNorm - rows: batch_norm_train, batch_norm_eval" in printed
+    if "memsave_jax.report" in block:
+        assert "relu.positive" in printed
+        # Of 2 convolutions and 2 norms, the biases and nothing else.
+        assert len(jax.tree.leaves(names["gradients"])) == 4
+    else:
+        assert float(abs(names["gradient"]).max()) > 0
