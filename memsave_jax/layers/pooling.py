@@ -172,30 +172,46 @@ def _bwd(dims: int, g: Array, wrt: Mask, saved: Saved, shapes: Shapes, **options
 
 
 def _scatter(g: Array, offsets: Array, inputs: tuple[int, ...], window: Window) -> Array:
-    """The gradient of each window to the place of its maximum."""
+    """The gradient of each window to the place of its maximum.
+
+    Places whose indices have one remainder modulo the stride make up an array of their own, into
+    which a window's places go by mere shifts; in the end these arrays are interleaved. (Padding
+    between elements does the same, but is slow after JAX has transposed it twice.)
+    """
     zero = jnp.zeros((), g.dtype)
-    total = jnp.zeros(inputs, g.dtype)
+    seen = window.ends(g.shape)
+    sizes = tuple(-(-end // step) for end, step in zip(seen, window.stride, strict=True))
+    parts = dict.fromkeys(itertools.product(*map(range, window.stride)), jnp.zeros(sizes, g.dtype))
     for offset, shift in window.places():
         chosen = jnp.where(offsets == offset, g, zero)
-        starts = [d - low for d, (low, _) in zip(shift, window.padding, strict=True)]
-        sizes = zip(starts, g.shape, window.stride, inputs, strict=True)
-        pads = [(s, size - s - ((out - 1) * step + 1), step - 1) for s, out, step, size in sizes]
-        total = total + lax.pad(chosen, zero, pads)
-    return total
+        steps = [divmod(d, step) for d, step in zip(shift, window.stride, strict=True)]
+        ends = zip(steps, sizes, g.shape, strict=True)
+        pads = [(start, size - start - out, 0) for (start, _), size, out in ends]
+        remainder = tuple(rest for _, rest in steps)
+        parts[remainder] = parts[remainder] + lax.pad(chosen, zero, pads)
+    total = jnp.stack([*parts.values()]).reshape(*window.stride, *sizes)
+    total = total.transpose([axis + k for axis in range(g.ndim) for k in (g.ndim, 0)])
+    total = total.reshape([s * step for s, step in zip(sizes, window.stride, strict=True)])
+    return _unpadded(total[tuple(map(slice, seen))], inputs, window)
 
 
 def _scatter_many(g: Array, offsets: Array, inputs: tuple[int, ...], window: Window) -> Array:
-    """The same as one scatter into all that the windows see."""
+    """The same as one scatter."""
     index = []
     rest = offsets.astype(jnp.int32)
     for axis in reversed(range(g.ndim)):
         first = lax.broadcasted_iota(jnp.int32, g.shape, axis) * window.stride[axis]
         index.append(first + rest % window.kernel[axis] * window.dilation[axis])
         rest = rest // window.kernel[axis]
-    seen = jnp.zeros(window.ends(g.shape), g.dtype).at[tuple(reversed(index))].add(g)
-    ends = zip(inputs, seen.shape, window.padding, strict=True)
+    total = jnp.zeros(window.ends(g.shape), g.dtype).at[tuple(reversed(index))].add(g)
+    return _unpadded(total, inputs, window)
+
+
+def _unpadded(total: Array, inputs: tuple[int, ...], window: Window) -> Array:
+    """Of all that the windows see, the input."""
+    ends = zip(inputs, total.shape, window.padding, strict=True)
     pads = [(-low, size - end + low, 0) for size, end, (low, _) in ends]
-    return lax.pad(seen, jnp.zeros((), g.dtype), pads)
+    return lax.pad(total, jnp.zeros((), total.dtype), pads)
 
 
 def _layout(dims: int) -> dict[str, str]:
