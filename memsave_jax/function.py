@@ -178,8 +178,7 @@ def _by_custom_jvp(rule: Rule, options: dict[str, Any]) -> Callable[..., Any]:
         saved = {name: residuals[name] for name in rule.row.saves(wrt)}
         types = jax.tree.map(jax.typeof, y)
 
-        # (prevent_cse is for outside of scan and jit's own pruning; here it would only keep XLA
-        # from fusing a layer's backward with the next one's.)
+        # (With prevent_cse, XLA could not fuse a layer's backward with that of the next one.)
         @functools.partial(jax.checkpoint, prevent_cse=False)
         def push(saved: dict[str, Any], wanted: dict[str, Any]) -> Any:
             def pull(g: Any) -> Grads:

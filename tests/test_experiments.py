@@ -9,7 +9,7 @@ import torch
 
 import memsave
 from experiments import __main__ as command_line
-from experiments import input_gradient, measure
+from experiments import flax_scenarios, input_gradient, measure
 from experiments.scenarios import SCENARIOS, apply, resnet
 
 
@@ -49,6 +49,20 @@ def test_resnet101_at_paper_scale(scenario):
     assert report.stock / 2**30 == pytest.approx(7.525, abs=1e-3)
     assert report.converted / report.stock <= scenario.target
     assert report.table + sum(report.rest.values()) == report.converted
+
+
+@pytest.mark.parametrize("scenario", flax_scenarios.SCENARIOS, ids=lambda scenario: scenario.name)
+def test_resnet_in_flax_keeps_less_than_stock(scenario):
+    """Eagerly, in every scenario; and nothing that grows with the batch where the table says so."""
+    kept = {}
+    for batch in (2, 4):
+        args = argparse.Namespace(batch=batch, size=32, depth=20)
+        steps = flax_scenarios.prepare(args, scenario)
+        kept[batch] = {name: steps[name].kept() for name in ("stock", "memsave_jax")}
+    assert kept[4]["memsave_jax"] < kept[4]["stock"]
+    grows = {name: kept[4][name] - kept[2][name] for name in kept[2]}
+    if scenario.batch_norm_eval:  # bits of 19 activations, and the classifier's
+        assert grows["memsave_jax"] < grows["stock"] / 20
 
 
 def test_surgical_is_the_first_quarter_of_the_layers():

@@ -353,10 +353,14 @@ def on_devices(row: Layer, form: str, run: Function) -> dict[str, Any]:
 @every_row_and_form
 def test_sharded_input(row: Layer, form: str) -> None:
     split = NamedSharding(mesh(), PartitionSpec("data"))
+    rule = JAX.rules[row.name]
 
     def run(call: Call, args: Any) -> Any:
         args = [jax.device_put(args[0], split), *args[1:]]
-        grads = jax.jit(every(loss(call)))(*args)
+        program = jax.jit(every(loss(call))).lower(*args).compile()
+        if call.function is not rule.primal:  # (Stock max pooling gathers all inputs.)
+            assert "all-gather" not in program.as_text()
+        grads = program(*args)
         assert grads[0].sharding.is_equivalent_to(split, grads[0].ndim)
         return grads
 
@@ -410,6 +414,46 @@ def test_export(row: Layer, form: str) -> None:
     assert_close(
         ours, jax.jit(every(loss(calls(row, "stock")[frozenset(row.reads)])))(*call.wanted)
     )
+
+
+# Memory of the compiled program.
+
+
+@every_form
+@pytest.mark.parametrize("concurrent", [True, False], ids=["concurrent", "sequential"])
+@pytest.mark.parametrize(
+    ("name", "loop"),
+    # (Of an unrolled program, XLA:CPU draws the random numbers of all layers at the beginning, as
+    # it does for stock's.)
+    [("relu", False), ("relu", True), ("dropout", True)],
+    ids=["relu-unrolled", "relu-loop", "dropout-loop"],
+)
+def test_compiled_layers_keep_bits(name: str, loop: bool, concurrent: bool, form: str) -> None:
+    """Whichever of its schedulers XLA orders the program by: temporaries per layer more."""
+
+    def layer(k: Any, x: Any) -> Any:
+        if name == "relu":
+            return F.relu(x @ weight)
+        return F.dropout(x @ weight, 0.5, jax.random.fold_in(jax.random.key(0), k))
+
+    x, weight = jnp.ones((64, 128), jnp.float32), jnp.eye(128, dtype=jnp.float32)
+
+    def net(depth: int, x: Any) -> Any:
+        if loop:
+            return lax.fori_loop(0, depth, layer, x).sum()
+        for k in range(depth):
+            x = layer(k, x)
+        return x.sum()
+
+    def temporaries(depth: int) -> int:
+        step = jax.jit(jax.grad(functools.partial(net, depth)))
+        options = {"xla_cpu_enable_concurrency_optimized_scheduler": concurrent}
+        program = step.lower(x).compile(compiler_options=options)
+        return program.memory_analysis().temp_size_in_bytes
+
+    with function.using(form):
+        slope = (temporaries(24) - temporaries(12)) / 12 / x.size
+    assert slope == pytest.approx(1 / 8, abs=0.01)
 
 
 # Arguments of every kind.

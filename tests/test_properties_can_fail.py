@@ -12,6 +12,7 @@ import properties
 import pytest
 import torch
 from hypothesis import Phase, find, settings
+from jax_backend import Jax
 from properties import DERIVATIVES, PROPERTIES
 from strategies import Case, accepted, flawed
 from torch.autograd.function import FunctionCtx
@@ -21,9 +22,10 @@ from memsave import function
 from memsave.spec import TABLE, Layer
 
 SOUND = Torch()
+JAX = Jax()
 
 
-def assert_found_out(check: Callable[..., None], backend: Torch, row: Layer) -> None:
+def assert_found_out(check: Callable[..., None], backend: Any, row: Layer) -> None:
     """Some case makes the property raise (``find`` raises where none does)."""
 
     def fails(case: Case) -> bool:
@@ -146,7 +148,73 @@ def leak(y: torch.Tensor, extras: Any, *_: Any) -> Any:
     return y, extras
 
 
-BROKEN: list[tuple[Callable[..., None], str, tuple[Torch, Layer]]] = [
+def in_jax(name: str, **changes: Callable[..., Any]) -> tuple[Jax, Layer]:
+    """Every gradient is changed by ``bwd``; the result of forward by ``fwd(y, extras)``."""
+    rule = JAX.rules[name]
+    bwd, fwd = rule.bwd, rule.fwd
+    assert bwd is not None
+
+    def changed_bwd(*args: Any, **options: Any) -> Any:
+        return {n: changes["bwd"](grad) for n, grad in bwd(*args, **options).items()}
+
+    def changed_fwd(*args: Any, **options: Any) -> Any:
+        return changes["fwd"](*fwd(*args, **options))
+
+    mine = {"bwd": changed_bwd, "fwd": changed_fwd}
+    return JAX.changed(name, **{key: mine[key] for key in changes}), rule.row
+
+
+def in_jax_with_row(name: str, **fields: Any) -> tuple[Jax, Layer]:
+    """The backend follows a changed row."""
+    row = replace(TABLE[name], **fields)
+    return JAX.changed(name, row=row), row
+
+
+def leak_array(y: Any, extras: Any) -> Any:
+    LEAKED_ARRAYS.append(y + 1)
+    return y, extras
+
+
+LEAKED_ARRAYS: list[Any] = []
+
+IN_JAX: list[tuple[Callable[..., None], str, tuple[Any, Layer]]] = [
+    (
+        properties.check_output_equals_stock,
+        "jax: last bit",
+        in_jax("dropout", fwd=lambda y, extras: (y * (1 + 1e-15), extras)),
+    ),
+    (
+        properties.check_gradient_equals_stock,
+        "jax: factor",
+        in_jax("batch_norm_train", bwd=lambda grad: grad * (1 + 1e-10)),
+    ),
+    (
+        properties.check_keeps_what_the_table_says,
+        "jax: bytes for bits",
+        in_jax("relu", fwd=lambda y, extras: (y, {"positive": y > 0})),
+    ),
+    (
+        properties.check_keeps_what_the_table_says,
+        "jax: table says more",
+        (JAX, replace(TABLE["max_pool1d"], reads={"x": ("x", "offsets")})),
+    ),
+    (properties.check_nothing_else_stays_alive, "jax: global", in_jax("relu", fwd=leak_array)),
+    (
+        properties.check_needs_everything_it_keeps,
+        "jax: output",
+        in_jax_with_row("dropout", reads={"x": ("y", "kept")}),
+    ),
+    (
+        properties.check_rows_of_one_op_agree,
+        "jax: bwd",
+        in_jax("relu_from_output", bwd=lambda grad: 2 * grad),
+    ),
+    (properties.check_gradient, "jax: bwd", in_jax("relu", bwd=lambda grad: 1.01 * grad)),
+]
+
+
+BROKEN: list[tuple[Callable[..., None], str, tuple[Any, Layer]]] = [
+    *IN_JAX,
     (properties.check_output_equals_stock, "last bit", with_fwd("batch_norm_eval", round_up)),
     (properties.check_output_equals_stock, "random numbers", with_fwd("relu", draw)),
     (properties.check_output_equals_stock, "layout", with_fwd("batch_norm_train", relayout)),
@@ -205,13 +273,33 @@ BROKEN: list[tuple[Callable[..., None], str, tuple[Torch, Layer]]] = [
     ("check", "broken"),
     [pytest.param(check, broken, id=f"{check.__name__} {what}") for check, what, broken in BROKEN],
 )
-def test_broken_rule_is_found_out(check: Callable[..., None], broken: tuple[Torch, Layer]) -> None:
+def test_broken_rule_is_found_out(check: Callable[..., None], broken: tuple[Any, Layer]) -> None:
     assert_found_out(check, *broken)
 
 
 def test_every_property_can_fail() -> None:
     shown = {check for check, _, _ in BROKEN}
     assert shown == {*PROPERTIES, *DERIVATIVES, properties.check_fails_as_stock}
+
+
+def test_backends_that_disagree_are_found_out() -> None:
+    broken, row = in_jax("conv_transpose1d", bwd=lambda grad: grad * (1 + 1e-10))
+    domain = {"dtypes": ("float64",), "layouts": ("contiguous",), "empty": False}
+
+    def fails(case: Case) -> bool:
+        if not broken.accepts(row, case, empty=False):
+            return False
+        try:
+            properties.check_backends_agree(SOUND, broken, row, case)
+        except AssertionError:
+            return True
+        return False
+
+    find(
+        accepted(SOUND, row, **domain).map(lambda case: replace(case, g_layout="contiguous")),
+        fails,
+        settings=settings(max_examples=500, phases=[Phase.generate], derandomize=True),
+    )
 
 
 def test_row_that_is_not_implemented_is_found_out() -> None:
