@@ -118,7 +118,7 @@ def case(name: str, *args: Any, x: Any = None, call: Any = None, **fields: Any) 
     label = ", ".join(f"{k}={v!r:.24}" for k, v in {**fields, **(call or {})}.items())
     shape = "" if x is None else f" on {x.dtype}{x.shape}"
     x = image() if x is None else x
-    label = re.sub(r"<.*?(\w+)( at \w+)?>", r"\1", label)  # the same in every process
+    label = re.sub(r"<(\w+ )*(\w+) at [^,]*", r"\2", label)  # no address: each process has its own
     return pytest.param(name, args, fields, x, call or {}, id=f"{name}({label}){shape}")
 
 
