@@ -10,6 +10,7 @@ Index legend: n batch, i input channels, o output channels.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -59,12 +60,7 @@ def _batched(convolve: Callable[[Array], Array], x: Array, dims: int) -> Array:
 
 
 def _plus(y: Array, bias: Array | None) -> Array:
-    return y if bias is None else y + _row(bias, y.ndim)
-
-
-def _row(bias: Array, ndim: int) -> Array:
-    """To add to the channels."""
-    return bias.reshape((1,) * (ndim - 1) + (-1,))
+    return y if bias is None else y + bias.reshape((1,) * (y.ndim - 1) + (-1,))
 
 
 def _conv_primal(
@@ -160,7 +156,7 @@ def _bwd(
     **options: Any,
 ) -> Grads:
     def transposed(function: Callable[[Array], Array], name: str) -> Array:
-        # (The bias may be of a wider dtype than the rest, and a single number.)
+        # (The bias, and so y, may be of a wider dtype.)
         dtype = jax.eval_shape(function, shapes[name]).dtype
         return jax.linear_transpose(function, shapes[name])(g.astype(dtype))[0]
 
@@ -172,9 +168,9 @@ def _bwd(
         x = saved["x"]
         grads["weight"] = transposed(lambda weight: primal(x, weight, None, **options), "weight")
     if "bias" in wrt:
-        grads["bias"] = transposed(
-            lambda bias: jnp.broadcast_to(_row(bias, g.ndim), g.shape), "bias"
-        )
+        shape = shapes["bias"].shape
+        total = g.sum(range(g.ndim - 1))
+        grads["bias"] = (total.sum() if math.prod(shape) == 1 else total).reshape(shape)
     return grads
 
 
