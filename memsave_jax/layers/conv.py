@@ -23,14 +23,9 @@ from memsave import spec
 from memsave.spec import Layer
 
 from ..function import Grads, Mask, Saved, Shapes, define
+from .shape import Ints, Padding, per_axis
 
-Ints = int | Sequence[int]
-Padding = int | str | Sequence[int | tuple[int, int]]
 PAD_MODES = {"reflect": "reflect", "replicate": "edge", "circular": "wrap"}
-
-
-def _per_axis(value: Ints, dims: int) -> tuple[int, ...]:
-    return (value,) * dims if isinstance(value, int) else tuple(value)
 
 
 def _pairs(padding: Padding, kernel: Sequence[int], dilation: Sequence[int]) -> Any:
@@ -77,7 +72,7 @@ def _conv_primal(
     **options: Any,
 ) -> Array:
     dims = weight.ndim - 2
-    stride, dilation = _per_axis(stride, dims), _per_axis(dilation, dims)
+    stride, dilation = per_axis(stride, dims), per_axis(dilation, dims)
     pads = _pairs(padding, weight.shape[:dims], dilation)
 
     def convolve(x: Array) -> Array:
@@ -88,7 +83,7 @@ def _conv_primal(
             weight,
             stride,
             pads if padding_mode == "zeros" else "VALID",
-            lhs_dilation=_per_axis(input_dilation, dims),
+            lhs_dilation=per_axis(input_dilation, dims),
             rhs_dilation=dilation,
             dimension_numbers=_numbers(x.ndim),
             feature_group_count=groups,
@@ -113,8 +108,8 @@ def _conv_transpose_primal(
 ) -> Array:
     """With ``flip`` the transpose of :func:`_conv_primal` with the same weight and options."""
     dims = weight.ndim - 2
-    stride, dilation = _per_axis(stride, dims), _per_axis(dilation, dims)
-    extra = _per_axis(output_padding, dims)
+    stride, dilation = per_axis(stride, dims), per_axis(dilation, dims)
+    extra = per_axis(output_padding, dims)
     if flip:
         weight = _flipped(weight, groups)
     extent = [d * (k - 1) for d, k in zip(dilation, weight.shape, strict=False)]
@@ -243,8 +238,8 @@ def conv(
             :func:`jax.lax.conv_general_dilated`.
     """
     dims = kernel.ndim - 2
-    strides, kernel_dilation = _per_axis(strides, dims), _per_axis(kernel_dilation, dims)
-    input_dilation = _per_axis(input_dilation, dims)
+    strides, kernel_dilation = per_axis(strides, dims), per_axis(kernel_dilation, dims)
+    input_dilation = per_axis(input_dilation, dims)
     extent = [d * (k - 1) + 1 for k, d in zip(kernel.shape, kernel_dilation, strict=False)]
     mode = {"CIRCULAR": "circular", "REFLECT": "reflect"}.get(str(padding), "zeros")
     if mode != "zeros":
@@ -296,7 +291,7 @@ def conv_transpose(
         **options: ``precision``, ``preferred_element_type`` as there.
     """
     dims = kernel.ndim - 2
-    strides, dilation = _per_axis(strides, dims), _per_axis(kernel_dilation, dims)
+    strides, dilation = per_axis(strides, dims), per_axis(kernel_dilation, dims)
     circular = padding == "CIRCULAR"
     extent = [d * (k - 1) + 1 for k, d in zip(kernel.shape, dilation, strict=False)]
     if isinstance(padding, str):

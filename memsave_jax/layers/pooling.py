@@ -21,9 +21,8 @@ from jax import Array, lax
 from memsave import spec
 
 from ..function import Grads, Mask, Saved, Shapes, define
+from .shape import Ints, Padding, per_axis
 
-Ints = int | Sequence[int]
-Padding = int | str | Sequence[int | tuple[int, int]]
 OFFSET = {8: jnp.uint8, 16: jnp.uint16, 32: jnp.uint32}
 #: Windows of more places are not gone through one by one: the program would be too long.
 FEW = 64
@@ -65,9 +64,9 @@ def _window(
     dilation: Ints = 1,
     ceil_mode: bool = False,
 ) -> Window:
-    kernel = _per_axis(kernel_size, dims)
-    stride = kernel if stride is None else _per_axis(stride, dims)
-    dilation = _per_axis(dilation, dims)
+    kernel = per_axis(kernel_size, dims)
+    stride = kernel if stride is None else per_axis(stride, dims)
+    dilation = per_axis(dilation, dims)
     inputs = shape[-dims - 1 : -1]
     extent = [d * (k - 1) + 1 for k, d in zip(kernel, dilation, strict=True)]
     if isinstance(padding, str):
@@ -85,10 +84,6 @@ def _window(
         (*[(0, 0)] * len(ones), *pads, (0, 0)),
         (*ones, *dilation, 1),
     )
-
-
-def _per_axis(value: Ints, dims: int) -> tuple[int, ...]:
-    return (value,) * dims if isinstance(value, int) else tuple(value)
 
 
 def _ceil(size: int, extent: int, step: int, low: int, high: int) -> int:
