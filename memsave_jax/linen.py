@@ -144,13 +144,8 @@ class ConvTranspose(nn.ConvTranspose):
             kernel_dilation=1 if self.kernel_dilation is None else self.kernel_dilation,
             transpose_kernel=self.transpose_kernel,
             precision=self.precision,
-            preferred_element_type=_dtype(self.preferred_element_type),
+            preferred_element_type=self.preferred_element_type,
         )
-
-
-def _dtype(dtype: Any) -> Any:
-    """One that is no class (those of NumPy look like arrays)."""
-    return None if dtype is None else jnp.dtype(dtype)
 
 
 def _is_number(option: Any) -> bool:
@@ -199,7 +194,7 @@ class BatchNorm(nn.BatchNorm):
             axis=tuple(axes),
             momentum=self.momentum,
             epsilon=self.epsilon,
-            dtype=_dtype(self.dtype),
+            dtype=self.dtype,
             use_fast_variance=self.use_fast_variance,
             axis_name=None if self.is_initializing() else self.axis_name,
             axis_index_groups=self.axis_index_groups,

@@ -80,13 +80,8 @@ class Linear(nnx.Linear):
         return functional.linear(
             *_promoted(self.dtype, inputs, self.kernel[...], bias),
             precision=self.precision,
-            preferred_element_type=_dtype(self.preferred_element_type),
+            preferred_element_type=self.preferred_element_type,
         )
-
-
-def _dtype(dtype: Any) -> Any:
-    """One that is no class (those of NumPy look like arrays)."""
-    return None if dtype is None else jnp.dtype(dtype)
 
 
 #: What the functions take as padding, other than numbers.
@@ -117,7 +112,7 @@ def _options(layer: nnx.Conv | nnx.ConvTranspose) -> dict[str, Any]:
         "strides": 1 if layer.strides is None else layer.strides,
         "kernel_dilation": 1 if layer.kernel_dilation is None else layer.kernel_dilation,
         "precision": layer.precision,
-        "preferred_element_type": _dtype(layer.preferred_element_type),
+        "preferred_element_type": layer.preferred_element_type,
     }
 
 
@@ -176,7 +171,7 @@ class BatchNorm(nnx.BatchNorm):
         mean, var = self.mean[...], self.var[...]
         scale = self.scale[...] if self.scale is not None else None
         bias = self.bias[...] if self.bias is not None else None
-        dtype = _dtype(canonicalize_dtype(x, mean, var, scale, bias, dtype=self.dtype))
+        dtype = canonicalize_dtype(x, mean, var, scale, bias, dtype=self.dtype)
         if average:
             mean, var = _promoted(dtype, mean, var)
         y, mean, var = functional.batch_norm(

@@ -10,6 +10,11 @@ os.environ.setdefault(
     "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
 )
 
+# Programs that another process, or an earlier run, compiled need not be compiled again.
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", ".pytest_cache/jax")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+
 import itertools
 from collections.abc import Iterator
 
