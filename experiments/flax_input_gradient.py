@@ -13,8 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from memsave_jax import interop
-from memsave_jax import nnx as mnnx
+from memsave_jax import interop, nnx as mnnx
 
 from .flax_resnet import ResNet
 from .flax_scenarios import SCENARIOS, Step

@@ -16,8 +16,7 @@ import jax.numpy as jnp
 from tqdm import tqdm
 
 import memsave_jax
-from memsave_jax import function
-from memsave_jax import functional as F
+from memsave_jax import function, functional as F
 
 from .measure import paired_times, print_table, ratio, write_results
 

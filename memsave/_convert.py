@@ -87,7 +87,8 @@ def convert(
         if _stock_class(module) and (filter_fn is None or filter_fn(module, name))
     ]
     for module, drop_in in plan:
-        _set_class(module, drop_in)
+        if drop_in is not _layer_class(module):
+            _set_class(module, drop_in)
     result = coverage(model)
     logger.info("%s", result)
     if not any(entry.status == "converted" for entry in result):
@@ -127,6 +128,8 @@ def _entries(model: nn.Module) -> Iterator[Entry]:
         if drop_in is not None:
             rows = ", ".join(row.name for row in ROWS[drop_in])
             yield Entry(name, layer, "converted", f"rows: {rows}")
+        elif _layer_class(module) in ROWS:
+            yield Entry(name, layer, "skipped", "keeps what the table says as it is")
         elif _stock_class(module):
             yield Entry(name, layer, "convertible", "")
         elif stock is not None:
@@ -176,7 +179,7 @@ def _stock_class(module: nn.Module) -> type[nn.Module] | None:
 
 def _drop_in_class(module: nn.Module) -> type[nn.Module] | None:
     cls = _layer_class(module)
-    return cls if cls in ROWS else None
+    return cls if cls in STOCK else None
 
 
 def _set_class(module: nn.Module, cls: type[nn.Module]) -> None:

@@ -10,7 +10,9 @@ A rule is ``primal`` (the stock op), ``fwd`` and ``bwd``::
     bwd(g, wrt, saved, shapes, **options) -> {argument: gradient}
 
 ``y`` may be a tuple, of which the first is differentiable and the others carry integers. ``bwd``
-must be differentiable in ``g`` and in the arguments it reads: then double backward is exact.
+must be differentiable in ``g`` and in what it reads: then double backward is exact. Extras count as
+constants there, unless the rule is ``smooth``: then they are differentiated like ``y`` is, and
+``g`` is a dict of the gradients of ``y`` and, in double backward, of extras.
 
 The stock op itself runs where there is nothing to save (no gradient wanted; a mask for which stock
 keeps exactly what the row says, as ``stock_keeps`` declares and the tests check), and where Python
@@ -50,6 +52,7 @@ class Rule(NamedTuple):
     stock_keeps: Callable[..., Sequence[str]] | None
     autocast: bool
     compiled: bool
+    smooth: bool
 
 
 class Call(NamedTuple):
@@ -74,6 +77,7 @@ def define(
     stock_keeps: Callable[..., Sequence[str]] | None = None,
     autocast: bool = False,
     compiled: bool = True,
+    smooth: bool = False,
 ) -> Callable[..., Any]:
     """Make the differentiable function of a row and register its rule.
 
@@ -87,6 +91,7 @@ def define(
         autocast: Whether torch's autocast casts this op's arguments to the lower precision.
         compiled: Whether ``torch.compile`` traces the rule. ``False`` where it makes the saving
             by itself from the stock op.
+        smooth: Whether ``bwd`` takes the gradients of the extras, too.
 
     Returns:
         A function of the row's arguments (positional, ``None`` where absent) and its options
@@ -106,6 +111,7 @@ def define(
         stock_keeps,
         autocast,
         compiled,
+        smooth,
     )
     RULES[row.name] = rule
     return differentiable(rule)
@@ -132,7 +138,7 @@ def differentiable(rule: Rule) -> Callable[..., Any]:
                 y = function.apply(wrt, options, *cast)
         else:
             y = function.apply(wrt, options, *args)
-        return y
+        return _first(y) if rule.smooth else y
 
     layer.__name__ = layer.__qualname__ = row.name
     layer.__doc__ = f"The row ``{row.name}`` as a differentiable function."
@@ -154,8 +160,9 @@ def _function(rule: Rule) -> type[Function]:
             result = (y, *result[1:]) if isinstance(result, tuple) else y
         arrays = {**dict(zip(names, args, strict=True)), "y": y}
         residuals = {**arrays, **extras}
+        saves = row.saves(wrt)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*[residuals[name] for name in row.saves(wrt)])
+        ctx.save_for_backward(*[residuals[name] for name in saves])
         ctx.wrt = wrt  # type: ignore[attr-defined]
         ctx.options = options  # type: ignore[attr-defined]
         ctx.shapes = {  # type: ignore[attr-defined]
@@ -164,23 +171,36 @@ def _function(rule: Rule) -> type[Function]:
         if inplace:
             ctx.mark_dirty(args[0])
         _notify(row, wrt, residuals, options)
+        if rule.smooth:
+            return y, *[extras[name] for name in row.extras if name in saves]
         if isinstance(result, tuple):
             ctx.mark_non_differentiable(*result[1:])
         return result
 
-    def backward(ctx: Any, g: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-        if g is None:
+    def backward(ctx: Any, *gs: Tensor | None) -> tuple[Tensor | None, ...]:
+        if all(g is None for g in gs):
             return (None, None, *(None for _ in names))
         assert rule.bwd is not None
+        g: Any = _with_extras(ctx, gs) if rule.smooth else gs[0]
         saved = dict(zip(row.saves(ctx.wrt), ctx.saved_tensors, strict=True))
         if not torch.compiler.is_compiling():
             saved = Residuals(row, ctx.wrt, saved)
         # The caller may run backward under autocast; gradients have the dtypes of forward.
-        device = g.device.type
+        device = next(one.device.type for one in gs if one is not None)
         amp = _amp_enabled(device)
         with torch.autocast(device, enabled=False) if amp else nullcontext():
             grads = rule.bwd(g, ctx.wrt, saved, ctx.shapes, **ctx.options)
         return (None, None, *(grads[name] if name in ctx.wrt else None for name in names))
+
+    def _with_extras(ctx: Any, gs: tuple[Tensor | None, ...]) -> dict[str, Tensor]:
+        """The gradient of ``y``, and of the extras that have one."""
+        saves, like = row.saves(ctx.wrt), ctx.shapes["y"]
+        extras = [name for name in row.extras if name in saves]
+        given = {n: g for n, g in zip(("y", *extras), gs, strict=True) if g is not None}
+        if "y" not in given:
+            zero = next(iter(given.values())).new_zeros((), dtype=like.dtype)
+            given["y"] = zero.expand(like.shape)
+        return given
 
     name = "Memsave" + "".join(part.capitalize() for part in row.name.split("_"))
     body = {"forward": staticmethod(forward), "backward": staticmethod(backward)}

@@ -1,6 +1,24 @@
 """The layers as functions, named and signed like those of :mod:`torch.nn.functional`."""
 
-from .layers.activation import relu
+from .layers.activation import (
+    hardshrink,
+    hardsigmoid,
+    hardtanh,
+    leaky_relu,
+    prelu,
+    relu,
+    relu6,
+    softshrink,
+    threshold,
+)
+from .layers.avg_pooling import (
+    adaptive_avg_pool1d,
+    adaptive_avg_pool2d,
+    adaptive_avg_pool3d,
+    avg_pool1d,
+    avg_pool2d,
+    avg_pool3d,
+)
 from .layers.batch_norm import batch_norm
 from .layers.conv import (
     conv1d,
@@ -10,11 +28,22 @@ from .layers.conv import (
     conv_transpose2d,
     conv_transpose3d,
 )
-from .layers.dropout import dropout
+from .layers.curve import logsigmoid, softsign, tanhshrink
+from .layers.dropout import alpha_dropout, dropout, dropout1d, dropout2d, dropout3d
+from .layers.gated import geglu, swiglu
 from .layers.linear import linear
+from .layers.norm import group_norm, instance_norm, layer_norm, rms_norm
+from .layers.padding import pad
 from .layers.pooling import max_pool1d, max_pool2d, max_pool3d
 
 __all__ = [
+    "adaptive_avg_pool1d",
+    "adaptive_avg_pool2d",
+    "adaptive_avg_pool3d",
+    "alpha_dropout",
+    "avg_pool1d",
+    "avg_pool2d",
+    "avg_pool3d",
     "batch_norm",
     "conv1d",
     "conv2d",
@@ -23,9 +52,30 @@ __all__ = [
     "conv_transpose2d",
     "conv_transpose3d",
     "dropout",
+    "dropout1d",
+    "dropout2d",
+    "dropout3d",
+    "geglu",
+    "group_norm",
+    "hardshrink",
+    "hardsigmoid",
+    "hardtanh",
+    "instance_norm",
+    "layer_norm",
+    "leaky_relu",
     "linear",
+    "logsigmoid",
     "max_pool1d",
     "max_pool2d",
     "max_pool3d",
+    "pad",
+    "prelu",
     "relu",
+    "relu6",
+    "rms_norm",
+    "softshrink",
+    "softsign",
+    "swiglu",
+    "tanhshrink",
+    "threshold",
 ]

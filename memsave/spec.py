@@ -23,277 +23,19 @@ Adding a layer is one row here, one rule in each backend (see CONTRIBUTING.md), 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
-from itertools import combinations
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
-Shape = tuple[int, ...]
-Packing = Literal["storage", "last"]
-
-
-@dataclass(frozen=True)
-class Extra:
-    """A tensor that forward makes for backward.
-
-    Args:
-        axes: Its named axes; an axis that no argument has is free (its size is the backend's).
-        bits: Bits per element; a function of the options; or ``None`` for an extra whose dtype
-            follows the computation (statistics), to be passed to :meth:`Layer.saved_bits`.
-    """
-
-    axes: str
-    bits: int | Callable[[Mapping[str, Any]], int] | None = None
-
-
-@dataclass(frozen=True)
-class Layer:
-    """One row of the table.
-
-    Args:
-        name: Unique name of the row.
-        args: Tensor arguments, in call order, with their named axes.
-        y: Named axes of the output.
-        reads: For each differentiable argument, the residuals that its gradient reads.
-        extras: The residuals that are neither arguments nor ``y``.
-        op: What the row computes; rows with one ``op`` are interchangeable. Default: ``name``.
-        optional: Arguments that may be absent.
-        options: Static options with the values that the tests draw; the first is the default.
-        inplace: Whether the option ``inplace`` makes ``y`` overwrite the first argument.
-
-    Raises:
-        ValueError: The row contradicts itself; the message names the row and the culprit.
-    """
-
-    name: str
-    args: Mapping[str, str]
-    y: str
-    reads: Mapping[str, tuple[str, ...]]
-    extras: Mapping[str, Extra] = field(default_factory=dict)
-    op: str = ""
-    optional: tuple[str, ...] = ()
-    options: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    inplace: bool = False
-    _saves: Mapping[frozenset[str], tuple[str, ...]] = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        for name in ("args", "reads", "extras", "options"):
-            object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
-        object.__setattr__(self, "op", self.op or self.name)
-        self._validate()
-        # Every mask once, so that asking is a look-up (and nothing for torch.compile to trace).
-        object.__setattr__(self, "_saves", {wrt: self._union(wrt) for wrt in self.masks()})
-
-    def _validate(self) -> None:
-        def fail(problem: str) -> None:
-            raise ValueError(f"row {self.name!r}: {problem}")
-
-        residuals = {*self.args, "y", *self.extras}
-        if len(residuals) != len(self.args) + 1 + len(self.extras):
-            fail("an extra has the name of an argument or of the output")
-        for arg, names in self.reads.items():
-            if arg not in self.args:
-                fail(f"reads for {arg!r}, which is no argument")
-            for name in names:
-                if name not in residuals:
-                    fail(f"the gradient of {arg!r} reads {name!r}, which the row does not declare")
-        read = {name for names in self.reads.values() for name in names}
-        for name in self.extras:
-            if name not in read:
-                fail(f"the extra {name!r} is read by no gradient")
-        for name in self.optional:
-            if name not in self.args:
-                fail(f"the optional {name!r} is no argument")
-        for axes in (*self.args.values(), self.y, *(e.axes for e in self.extras.values())):
-            if sum(token.startswith("*") for token in axes.split()) > 1:
-                fail(f"{axes!r} has more than one starred axis")
-
-    def __hash__(self) -> int:
-        return hash(self.name)
-
-    def __repr__(self) -> str:
-        return f"<row {self.name}>"
-
-    def masks(self) -> list[frozenset[str]]:
-        """All masks, the empty one included."""
-        names = list(self.reads)
-        return [
-            frozenset(subset)
-            for size in range(len(names) + 1)
-            for subset in combinations(names, size)
-        ]
-
-    def _union(self, wrt: frozenset[str]) -> tuple[str, ...]:
-        read = {name for arg in wrt for name in self.reads[arg]}
-        return tuple(name for name in (*self.args, "y", *self.extras) if name in read)
-
-    def saves(self, wrt: frozenset[str]) -> tuple[str, ...]:
-        """Names of what is kept for the gradients ``wrt``: arguments, then ``y``, then extras.
-
-        Raises:
-            ValueError: ``wrt`` names something that has no gradient here.
-        """
-        if wrt not in self._saves:
-            raise ValueError(f"row {self.name!r} has gradients for {[*self.reads]}, not {[*wrt]}")
-        return self._saves[wrt]
-
-    def kind(self, residual: str) -> Literal["parameters", "shared", "owned"]:
-        """Who pays for a residual: nobody, maybe a neighbour too, or this layer alone."""
-        if residual in self.extras:
-            return "owned"
-        if residual == "y" or residual == next(iter(self.args)):
-            return "shared"
-        return "parameters"
-
-    def reason(self, wrt: Iterable[str]) -> str:
-        """Why it keeps what it keeps, e.g. ``"x reads weight; weight reads x"``."""
-        wanted = frozenset(wrt)
-        parts = (
-            f"{arg} reads {', '.join(names) or 'nothing'}"
-            for arg, names in self.reads.items()
-            if arg in wanted
-        )
-        return "; ".join(parts)
-
-    def saved_bits(
-        self,
-        wrt: Iterable[str],
-        shapes: Mapping[str, Shape | None],
-        bits: Mapping[str, int],
-        options: Mapping[str, Any] | None = None,
-        packing: Packing = "storage",
-    ) -> dict[str, int]:
-        """Size in bits of each kept residual.
-
-        Args:
-            wrt: The arguments whose gradient is wanted.
-            shapes: Shape of every argument (``None`` where absent) and of ``y``; of an extra only
-                if one of its axes is free.
-            bits: Bits per element of arguments and ``y``, and of extras whose dtype is free.
-            options: The static options of the call.
-            packing: Extras of less than a byte per element fill whole bytes either over the whole
-                array ("storage") or along the last axis ("last").
-
-        Raises:
-            ValueError: The shapes do not fit the row's axes.
-        """
-        options = options or {}
-        sizes = self._bind(shapes, options)
-        saved = {}
-        for name in self.saves(frozenset(wrt)):
-            if name in self.extras:
-                extra = self.extras[name]
-                each = extra.bits(options) if callable(extra.bits) else extra.bits
-                each = bits[name] if each is None else each
-                saved[name] = _packed(_shape(extra.axes, sizes, options), each, packing)
-            elif shapes[name] is not None:
-                saved[name] = math.prod(shapes[name] or ()) * bits[name]
-        return saved
-
-    def _bind(
-        self, shapes: Mapping[str, Shape | None], options: Mapping[str, Any]
-    ) -> dict[str, Shape]:
-        """Sizes of the named axes (a starred axis has any number of them)."""
-        sizes: dict[str, Shape] = {}
-        declared = {**self.args, "y": self.y, **{n: e.axes for n, e in self.extras.items()}}
-        for name, axes in declared.items():
-            shape = shapes.get(name)
-            bound = all(_axis(token) in sizes for token in axes.split())
-            if shape is None or (name in self.extras and bound):
-                continue
-            for axis, size in _assign(axes, tuple(shape), options, f"{self.name}: {name}").items():
-                if sizes.setdefault(axis, size) != size:
-                    raise ValueError(
-                        f"{self.name}: axis {axis!r} is {sizes[axis]} and, in {name!r}, {size}"
-                    )
-        return sizes
-
-
-class MissingResidual(KeyError):
-    """A rule reads a residual that its row does not keep for this mask."""
-
-
-class Residuals(dict[str, Any]):
-    """What was saved, by name; reading anything else fails with the name."""
-
-    def __init__(self, row: Layer, wrt: frozenset[str], saved: Mapping[str, Any]) -> None:
-        super().__init__(saved)
-        self.row, self.wrt = row, wrt
-
-    def __missing__(self, name: str) -> Any:
-        raise MissingResidual(
-            f"the rule of row {self.row.name!r} reads {name!r}, which the row does not keep for "
-            f"the gradients of {sorted(self.wrt)} (it keeps {self.row.saves(self.wrt)})"
-        )
-
-
-def permutation(axes: str, to: str, ndim: int) -> tuple[int, ...]:
-    """The order in which to take the axes of an array to go from one layout to another.
-
-    >>> permutation("*n c h w", "*n h w c", 4)
-    (0, 2, 3, 1)
-
-    Args:
-        axes: The named axes of the array, which has ``ndim``.
-        to: The same axes in another order.
-
-    Raises:
-        ValueError: The two do not name the same axes.
-    """
-    places = [name for token in axes.split() for name in _repeated(token, ndim - len(axes.split()))]
-    wanted = [name for token in to.split() for name in _repeated(token, ndim - len(axes.split()))]
-    if sorted(places) != sorted(wanted) or len(places) != ndim:
-        raise ValueError(f"{to!r} is no order of the axes {axes!r} of {ndim} dimensions")
-    return tuple(places.index(name) for name in wanted)
-
-
-def _repeated(token: str, spare: int) -> list[str]:
-    """A starred axis is one per spare dimension, any other is one."""
-    axis = _axis(token)
-    return [f"{axis}[{k}]" for k in range(spare + 1)] if token.startswith("*") else [axis]
-
-
-def _axis(token: str) -> str:
-    """The axis that ``*n`` or ``i/groups`` is about."""
-    return token.lstrip("*").partition("/")[0]
-
-
-def _assign(axes: str, shape: Shape, options: Mapping[str, Any], what: str) -> dict[str, Shape]:
-    tokens = axes.split()
-    starred = next((k for k, token in enumerate(tokens) if token.startswith("*")), None)
-    spare = len(shape) - len(tokens) + (starred is not None)
-    if spare < 0 or (spare and starred is None):
-        raise ValueError(f"{what} has shape {shape}, its axes are {axes!r}")
-    if starred is not None:
-        tokens[starred : starred + 1] = [tokens[starred]] * spare
-    sizes: dict[str, Shape] = {axis[1:]: () for axis in axes.split() if axis.startswith("*")}
-    for token, size in zip(tokens, shape, strict=True):
-        if token.startswith("*"):
-            sizes[token[1:]] += (size,)
-        elif "/" in token:
-            axis, option = token.split("/")
-            sizes[axis] = (size * options.get(option, 1),)
-        else:
-            sizes[token] = (size,)
-    return sizes
-
-
-def _shape(axes: str, sizes: Mapping[str, Shape], options: Mapping[str, Any]) -> Shape:
-    shape: Shape = ()
-    for token in axes.split():
-        option = token.partition("/")[2]
-        size = sizes[_axis(token)]
-        shape += tuple(s // options.get(option, 1) for s in size) if option else size
-    return shape
-
-
-def _packed(shape: Shape, bits: int, packing: Packing) -> int:
-    if bits >= 8:
-        return math.prod(shape) * bits
-    if packing == "storage" or not shape:
-        return math.ceil(math.prod(shape) * bits / 8) * 8
-    return math.prod(shape[:-1]) * math.ceil(shape[-1] * bits / 8) * 8
+from ._row import (
+    Extra as Extra,
+    Layer as Layer,
+    MissingResidual as MissingResidual,
+    Packing as Packing,
+    Residuals as Residuals,
+    Shape as Shape,
+    permutation as permutation,
+)
 
 
 def offset_bits(kernel: Iterable[int]) -> int:
@@ -400,34 +142,173 @@ BATCH_NORM_TRAIN = Layer(
     options={"momentum": (0.1, 0.0, 1.0), "eps": (1e-5, 1e-2)},
 )
 
-RELU = Layer(
-    "relu",
-    args={"x": "*n"},
-    y="*n",
-    reads={"x": ("positive",)},
-    extras={"positive": Extra("*n", bits=1)},
-    options={"inplace": (False, True)},
-    inplace=True,
+
+def _norm(name: str, x: str, features: str, groups: str, **fields: Any) -> tuple[Layer, Layer]:
+    """Each of the groups is normalized by its own statistics. Two rows: from ``x``, and from ``y``,
+    of which ``x`` is what weight and bias do not hide (where the weight has no zero).
+    """
+    fields = {"optional": ("weight", "bias"), **fields}
+    args = {"x": x, **fields.pop("args", {}), "weight": features, "bias": features}
+    of_input = Layer(
+        name,
+        args=args,
+        y=x,
+        reads={"x": ("x", "mean", "rstd", "weight"), "weight": ("x", "mean", "rstd"), "bias": ()},
+        extras={"mean": Extra(groups), "rstd": Extra(groups)},
+        **fields,
+    )
+    of_output = Layer(
+        f"{name}_from_output",
+        op=name,
+        args=args,
+        y=x,
+        reads={
+            "x": ("y", "rstd", "weight", "bias"),
+            "weight": ("y", "weight", "bias"),
+            "bias": (),
+        },
+        extras={"rstd": Extra(groups)},
+        wide=True,
+        **fields,
+    )
+    return of_input, of_output
+
+
+LAYER_NORM, LAYER_NORM_FROM_OUTPUT = _norm(
+    "layer_norm", "*n i", "i", "*n", options={"eps": (1e-5, 1e-2)}
 )
-RELU_FROM_OUTPUT = Layer(
-    "relu_from_output",
-    op="relu",
-    args={"x": "*n"},
-    y="*n",
-    reads={"x": ("y",)},
-    options={"inplace": (False, True)},
-    inplace=True,
+GROUP_NORM, GROUP_NORM_FROM_OUTPUT = _norm(
+    "group_norm", "n c *s", "c", "n g", options={"num_groups": (1, 2, 3), "eps": (1e-5, 1e-2)}
+)
+# With the statistics of its input: with the running ones it is batch_norm_eval.
+INSTANCE_NORM, INSTANCE_NORM_FROM_OUTPUT = _norm(
+    "instance_norm",
+    "n c *s",
+    "c",
+    "n c",
+    args={"running_mean": "c", "running_var": "c"},
+    optional=("running_mean", "running_var", "weight", "bias"),
+    options={"momentum": (0.1, 0.0, 1.0), "eps": (1e-5, 1e-2)},
 )
 
-DROPOUT = Layer(
-    "dropout",
-    args={"x": "*n"},
-    y="*n",
-    reads={"x": ("kept",)},
-    extras={"kept": Extra("*n", bits=1)},
-    options={"p": (0.5, 0.1, 0.9), "inplace": (False, True)},
-    inplace=True,
+RMS_NORM = Layer(
+    "rms_norm",
+    args={"x": "*n i", "weight": "i"},
+    y="*n i",
+    reads={"x": ("x", "rstd", "weight"), "weight": ("x", "rstd")},
+    extras={"rstd": Extra("*n")},
+    optional=("weight",),
+    options={"eps": (1e-6, 1e-2)},
 )
+RMS_NORM_FROM_OUTPUT = Layer(
+    "rms_norm_from_output",
+    op="rms_norm",
+    args={"x": "*n i", "weight": "i"},
+    y="*n i",
+    reads={"x": ("y", "rstd", "weight"), "weight": ("y", "weight")},
+    extras={"rstd": Extra("*n")},
+    optional=("weight",),
+    options={"eps": (1e-6, 1e-2)},
+    wide=True,
+)
+
+
+def _from(residual: str, name: str, *, op: str = "", y: str = "*n", **options: Any) -> Layer:
+    """A function of one argument whose derivative reads its input or its output."""
+    return Layer(
+        name,
+        op=op,
+        args={"x": "*n"},
+        y=y,
+        reads={"x": (residual,)},
+        options=options,
+        inplace="inplace" in options,
+    )
+
+
+def _selecting(name: str, extra: str, axes: str = "*n", x: str = "*n", **options: Any) -> Layer:
+    """A layer of one argument whose derivative takes two values, and one bit says which."""
+    return Layer(
+        name,
+        args={"x": x},
+        y=x,
+        reads={"x": (extra,)},
+        extras={extra: Extra(axes, bits=1)},
+        options=options,
+        inplace="inplace" in options,
+    )
+
+
+_INPLACE = (False, True)
+
+RELU = _selecting("relu", "positive", inplace=_INPLACE)
+RELU_FROM_OUTPUT = _from("y", "relu_from_output", op="relu", inplace=_INPLACE)
+LEAKY_RELU = _selecting(
+    "leaky_relu", "positive", negative_slope=(0.01, 0.3, -0.2), inplace=_INPLACE
+)
+RELU6 = _selecting("relu6", "passes", inplace=_INPLACE)
+HARDTANH = _selecting(
+    "hardtanh", "passes", min_val=(-1.0, 0.0), max_val=(1.0, 0.5), inplace=_INPLACE
+)
+THRESHOLD = _selecting(
+    "threshold", "passes", threshold=(0.1, -1.0), value=(0.0, 0.7), inplace=_INPLACE
+)
+HARDSIGMOID = _selecting("hardsigmoid", "passes", inplace=_INPLACE)
+HARDSHRINK = _selecting("hardshrink", "passes", lambd=(0.5, 0.0, 1.0))
+SOFTSHRINK = _selecting("softshrink", "passes", lambd=(0.5, 0.0, 1.0))
+PRELU = Layer(
+    "prelu",
+    args={"x": "n c *s", "weight": "p"},
+    y="n c *s",
+    reads={"x": ("positive", "weight"), "weight": ("x",)},
+    extras={"positive": Extra("n c *s", bits=1)},
+)
+# Where the gradient of the weight is wanted, and x is kept for it.
+PRELU_FROM_INPUT = Layer(
+    "prelu_from_input",
+    op="prelu",
+    args={"x": "n c *s", "weight": "p"},
+    y="n c *s",
+    reads={"x": ("x", "weight"), "weight": ("x",)},
+)
+
+SIGMOID = _from("y", "sigmoid")
+TANH = _from("y", "tanh")
+SOFTMAX = _from("y", "softmax", dim=(-1, 0, 1))
+LOG_SOFTMAX = _from("y", "log_softmax", dim=(-1, 0, 1))
+# (In place, torch has the row from y or copies x.)
+ELU = _from("x", "elu", alpha=(1.0, 0.5))
+ELU_FROM_OUTPUT = _from("y", "elu_from_output", op="elu", alpha=(1.0, 0.5), inplace=_INPLACE)
+CELU = _from("x", "celu", alpha=(1.0, 0.5))
+CELU_FROM_OUTPUT = _from("y", "celu_from_output", op="celu", alpha=(1.0, 0.5), inplace=_INPLACE)
+SELU = _from("x", "selu")
+SELU_FROM_OUTPUT = _from("y", "selu_from_output", op="selu", inplace=_INPLACE)
+SOFTPLUS = _from("x", "softplus", beta=(1.0, 2.0), threshold=(20.0, 40.0))
+# From y the two branches are told apart where they agree to rounding: exp(-threshold) < eps.
+SOFTPLUS_FROM_OUTPUT = _from(
+    "y", "softplus_from_output", op="softplus", beta=(1.0, 2.0), threshold=(40.0,)
+)
+LOGSIGMOID = _from("x", "logsigmoid")
+LOGSIGMOID_FROM_OUTPUT = _from("y", "logsigmoid_from_output", op="logsigmoid")
+GELU = _from("x", "gelu", approximate=("none", "tanh"))
+SILU = _from("x", "silu")
+MISH = _from("x", "mish")
+HARDSWISH = _from("x", "hardswish")
+TANHSHRINK = _from("x", "tanhshrink")
+SOFTSIGN = _from("x", "softsign")
+GLU = _from("x", "glu", y="*m", dim=(-1, 0, 1))
+
+
+def _gated(name: str, **options: Any) -> Layer:
+    """``y = f(gate) * up``. (Stock keeps f(gate) as well.)"""
+    reads = {"gate": ("gate", "up"), "up": ("gate",)}
+    return Layer(name, args={"gate": "*n", "up": "*n"}, y="*n", reads=reads, options=options)
+
+
+SWIGLU = _gated("swiglu")
+GEGLU = _gated("geglu", approximate=("none", "tanh"))
+
+DROPOUT = _selecting("dropout", "kept", p=(0.5, 0.1, 0.9), inplace=_INPLACE)
 DROPOUT_FROM_RNG = Layer(
     "dropout_from_rng",
     op="dropout",
@@ -435,11 +316,52 @@ DROPOUT_FROM_RNG = Layer(
     y="*n",
     reads={"x": ("rng_state",)},
     extras={"rng_state": Extra("*s")},
-    options={"p": (0.5, 0.1, 0.9), "inplace": (False, True)},
+    options={"p": (0.5, 0.1, 0.9), "inplace": _INPLACE},
     inplace=True,
 )
+# Of whole channels.
+FEATURE_DROPOUT = _selecting(
+    "feature_dropout", "kept", "n c", "n c *s", p=(0.5, 0.1, 0.9), inplace=_INPLACE
+)
+ALPHA_DROPOUT = _selecting("alpha_dropout", "kept", p=(0.5, 0.1, 0.9), inplace=_INPLACE)
 
 MAX_POOL1D, MAX_POOL2D, MAX_POOL3D = _max_pool(1), _max_pool(2), _max_pool(3)
+
+
+def _of_shapes(name: str, x: str, y: str, **options: Any) -> Layer:
+    """A layer whose derivative does not depend on values."""
+    return Layer(name, args={"x": x}, y=y, reads={"x": ()}, options=options)
+
+
+def _avg_pool(dims: int) -> tuple[Layer, Layer]:
+    x, _, y = _spatial(dims)
+    average = _of_shapes(
+        f"avg_pool{dims}d",
+        f"*n c {x}",
+        f"*n c {y}",
+        kernel_size=(2, 3),
+        stride=(None, 1, 2),
+        padding=(0, 1),
+        ceil_mode=(False, True),
+        count_include_pad=(True, False),
+    )
+    adaptive = _of_shapes(
+        f"adaptive_avg_pool{dims}d", f"*n c {x}", f"*n c {y}", output_size=(1, 2, 3)
+    )
+    return average, adaptive
+
+
+AVG_POOL1D, ADAPTIVE_AVG_POOL1D = _avg_pool(1)
+AVG_POOL2D, ADAPTIVE_AVG_POOL2D = _avg_pool(2)
+AVG_POOL3D, ADAPTIVE_AVG_POOL3D = _avg_pool(3)
+
+PAD = _of_shapes(
+    "pad",
+    "*n",
+    "*m",
+    pad=((1, 0, 0, 2), (1, 1), (2, 0), (1, 1, 0, 1, 2, 0)),
+    mode=("reflect", "replicate", "circular"),
+)
 
 TABLE: Mapping[str, Layer] = MappingProxyType(
     {row.name: row for row in list(globals().values()) if isinstance(row, Layer)}

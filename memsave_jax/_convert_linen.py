@@ -15,8 +15,7 @@ from types import CodeType, FunctionType, ModuleType
 from typing import Any, TypeVar
 
 import jax
-from flax import linen as nn
-from flax import serialization
+from flax import linen as nn, serialization
 
 from memsave.spec import Layer
 
@@ -49,7 +48,32 @@ _active = jax.make_user_context(False)
 #: Which call of :func:`coverage` is running: a function that was jitted earlier is traced again.
 _listing = jax.make_user_context(None)
 #: The functions that stand for layers, which a model calls without a module.
-FUNCTIONS = {"relu": nn.relu, "max_pool": nn.max_pool}
+FUNCTIONS = {
+    name: getattr(nn, name)
+    for name in (
+        "avg_pool",
+        "celu",
+        "elu",
+        "gelu",
+        "glu",
+        "hard_sigmoid",
+        "hard_silu",
+        "hard_tanh",
+        "leaky_relu",
+        "log_sigmoid",
+        "log_softmax",
+        "max_pool",
+        "relu",
+        "relu6",
+        "selu",
+        "sigmoid",
+        "silu",
+        "soft_sign",
+        "softmax",
+        "softplus",
+        "tanh",
+    )
+}
 
 
 def _replace(call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:

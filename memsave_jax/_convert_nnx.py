@@ -161,7 +161,6 @@ def _fate(node: Any) -> Iterator[tuple[str, Status, str]]:
 
 
 _OTHER_FUNCTIONS = [
-    nnx.avg_pool,
     nnx.min_pool,
     *(f for name in activations.__all__ if not isinstance(f := getattr(activations, name), type)),
 ]

@@ -24,7 +24,32 @@ from memsave import spec
 from . import functional
 from ._convert_linen import convert, coverage, drop_in, revert
 from ._coverage import Coverage, Entry
-from .functional import max_pool, relu, relu_from_output
+from .functional import (
+    avg_pool,
+    celu,
+    elu,
+    gelu,
+    glu,
+    hard_sigmoid,
+    hard_silu,
+    hard_swish,
+    hard_tanh,
+    leaky_relu,
+    log_sigmoid,
+    log_softmax,
+    max_pool,
+    relu,
+    relu6,
+    relu_from_output,
+    selu,
+    sigmoid,
+    silu,
+    soft_sign,
+    softmax,
+    softplus,
+    swish,
+    tanh,
+)
 
 __all__ = [
     "BatchNorm",
@@ -34,12 +59,38 @@ __all__ = [
     "Dense",
     "Dropout",
     "Entry",
+    "GroupNorm",
+    "InstanceNorm",
+    "LayerNorm",
+    "PReLU",
+    "RMSNorm",
+    "avg_pool",
+    "celu",
     "convert",
     "coverage",
+    "elu",
+    "gelu",
+    "glu",
+    "hard_sigmoid",
+    "hard_silu",
+    "hard_swish",
+    "hard_tanh",
+    "leaky_relu",
+    "log_sigmoid",
+    "log_softmax",
     "max_pool",
     "relu",
+    "relu6",
     "relu_from_output",
     "revert",
+    "selu",
+    "sigmoid",
+    "silu",
+    "soft_sign",
+    "softmax",
+    "softplus",
+    "swish",
+    "tanh",
 ]
 
 # Each ``__call__`` also runs on an instance of the stock class, which has the same fields: that is
@@ -49,6 +100,11 @@ _dense = inspect.unwrap(nn.Dense.__call__)
 _conv = inspect.unwrap(nn.Conv.__call__)
 _conv_transpose = inspect.unwrap(nn.ConvTranspose.__call__)
 _batch_norm = inspect.unwrap(nn.BatchNorm.__call__)
+_layer_norm = inspect.unwrap(nn.LayerNorm.__call__)
+_group_norm = inspect.unwrap(nn.GroupNorm.__call__)
+_instance_norm = inspect.unwrap(nn.InstanceNorm.__call__)
+_rms_norm = inspect.unwrap(nn.RMSNorm.__call__)
+_prelu = inspect.unwrap(nn.PReLU.__call__)
 _dropout = inspect.unwrap(nn.Dropout.__call__)
 
 
@@ -203,6 +259,122 @@ class BatchNorm(nn.BatchNorm):
         if not (frozen or self.is_initializing()):
             mean.value, var.value = updated  # type: ignore - there are running ones to update
         return y
+
+
+def _takes(module: Any, x: Any, mask: Array | None) -> bool:
+    """Whether our functions take what a module that normalizes is asked for."""
+    if isinstance(module, nn.GroupNorm):
+        groups, size = module.num_groups, module.group_size
+        count = groups or size or 0
+        usual = (
+            module.reduction_axes is None
+            and x.ndim > 1
+            and (groups is None) != (size is None)
+            and count > 0
+            and not x.shape[-1] % count
+        )
+    elif isinstance(module, nn.InstanceNorm):
+        usual = module.feature_axes == -1 and x.ndim > 1
+    else:
+        usual = module.reduction_axes == module.feature_axes == -1
+    return (
+        usual
+        and mask is None
+        and module.axis_name is None
+        and module.force_float32_reductions
+        and jnp.issubdtype(x.dtype, jnp.inexact)
+        and _is_number(module.epsilon)
+    )
+
+
+def _parameters(module: Any, x: Array, *names: str) -> list[Array | None]:
+    shape = [x.shape[-1]]
+
+    def parameter(name: str) -> Array | None:
+        if not getattr(module, f"use_{name}"):
+            return None
+        return module.param(name, getattr(module, f"{name}_init"), shape, module.param_dtype)
+
+    return [parameter(name) for name in names]
+
+
+@drop_in(spec.LAYER_NORM)
+class LayerNorm(nn.LayerNorm):
+    """As :class:`flax.linen.LayerNorm`. Keeps its input as it is."""
+
+    @nn.compact
+    def __call__(self, x: Array, *, mask: Array | None = None) -> Array:
+        if not _takes(self, x, mask):
+            return _layer_norm(self, x, mask=mask)
+        return functional.layer_norm(
+            x,
+            *_parameters(self, x, "scale", "bias"),
+            epsilon=self.epsilon,
+            dtype=self.dtype,
+            use_fast_variance=self.use_fast_variance,
+        )
+
+
+@drop_in(spec.GROUP_NORM)
+class GroupNorm(nn.GroupNorm):
+    """As :class:`flax.linen.GroupNorm`. Keeps its input as it is."""
+
+    @nn.compact
+    def __call__(self, x: Array, *, mask: Array | None = None) -> Array:
+        if not _takes(self, x, mask):
+            return _group_norm(self, x, mask=mask)
+        size = self.group_size
+        return functional.group_norm(
+            x,
+            *_parameters(self, x, "scale", "bias"),
+            num_groups=self.num_groups if size is None else x.shape[-1] // size,  # type: ignore
+            epsilon=self.epsilon,
+            dtype=self.dtype,
+            use_fast_variance=self.use_fast_variance,
+        )
+
+
+@drop_in(spec.INSTANCE_NORM)
+class InstanceNorm(nn.InstanceNorm):
+    """As :class:`flax.linen.InstanceNorm`. Keeps its input as it is."""
+
+    @nn.compact
+    def __call__(self, x: Array, *, mask: Array | None = None) -> Array:
+        if not _takes(self, x, mask):
+            return _instance_norm(self, x, mask=mask)
+        return functional.instance_norm(
+            x,
+            *_parameters(self, x, "scale", "bias"),
+            epsilon=self.epsilon,
+            dtype=self.dtype,
+            use_fast_variance=self.use_fast_variance,
+        )
+
+
+@drop_in(spec.RMS_NORM)
+class RMSNorm(nn.RMSNorm):
+    """As :class:`flax.linen.RMSNorm`. Keeps its input as it is."""
+
+    @nn.compact
+    def __call__(self, x: Array, *, mask: Array | None = None) -> Array:
+        if not _takes(self, x, mask):
+            return _rms_norm(self, x, mask=mask)
+        (scale,) = _parameters(self, x, "scale")
+        return functional.rms_norm(x, scale, epsilon=self.epsilon, dtype=self.dtype)
+
+
+@drop_in(spec.PRELU)
+class PReLU(nn.PReLU):
+    """As :class:`flax.linen.PReLU`. Keeps one bit per element, and its input for its slope."""
+
+    @nn.compact
+    def __call__(self, inputs: Array) -> Array:
+        if jnp.size(self.negative_slope_init) != 1:
+            return _prelu(self, inputs)
+        slope = self.param(
+            "negative_slope", lambda key: jnp.asarray(self.negative_slope_init, self.param_dtype)
+        )
+        return functional.prelu(inputs, slope)
 
 
 @drop_in(spec.DROPOUT, spec.DROPOUT_FROM_RNG)

@@ -26,7 +26,38 @@ from memsave import spec
 from . import functional
 from ._convert_nnx import convert, coverage, drop_in, register, revert
 from ._coverage import Coverage, Entry
-from .functional import max_pool, relu, relu_from_output
+from .functional import (
+    avg_pool,
+    celu,
+    celu_from_output,
+    elu,
+    elu_from_output,
+    gelu,
+    glu,
+    hard_sigmoid,
+    hard_silu,
+    hard_swish,
+    hard_tanh,
+    leaky_relu,
+    log_sigmoid,
+    log_sigmoid_from_output,
+    log_softmax,
+    max_pool,
+    mish,
+    relu,
+    relu6,
+    relu_from_output,
+    selu,
+    selu_from_output,
+    sigmoid,
+    silu,
+    soft_sign,
+    softmax,
+    softplus,
+    softplus_from_output,
+    swish,
+    tanh,
+)
 
 __all__ = [
     "BatchNorm",
@@ -36,18 +67,76 @@ __all__ = [
     "Dropout",
     "DropoutFromRng",
     "Entry",
+    "GroupNorm",
+    "InstanceNorm",
+    "LayerNorm",
     "Linear",
+    "PReLU",
+    "PReLUFromInput",
+    "RMSNorm",
+    "avg_pool",
+    "celu",
+    "celu_from_output",
     "convert",
     "coverage",
+    "elu",
+    "elu_from_output",
+    "gelu",
+    "glu",
+    "hard_sigmoid",
+    "hard_silu",
+    "hard_swish",
+    "hard_tanh",
+    "leaky_relu",
+    "log_sigmoid",
+    "log_sigmoid_from_output",
+    "log_softmax",
     "max_pool",
+    "mish",
     "relu",
+    "relu6",
     "relu_from_output",
     "revert",
+    "selu",
+    "selu_from_output",
+    "sigmoid",
+    "silu",
+    "soft_sign",
+    "softmax",
+    "softplus",
+    "softplus_from_output",
+    "swish",
+    "tanh",
 ]
 
 register(relu, jax.nn.relu, spec.RELU)
 register(relu_from_output, jax.nn.relu, spec.RELU_FROM_OUTPUT)
+register(leaky_relu, jax.nn.leaky_relu, spec.LEAKY_RELU)
+register(relu6, jax.nn.relu6, spec.RELU6)
+register(hard_tanh, jax.nn.hard_tanh, spec.HARDTANH)
+register(hard_sigmoid, jax.nn.hard_sigmoid, spec.HARDSIGMOID)
+register(sigmoid, jax.nn.sigmoid, spec.SIGMOID)
+register(tanh, jnp.tanh, spec.TANH)
+register(softmax, jax.nn.softmax, spec.SOFTMAX)
+register(log_softmax, jax.nn.log_softmax, spec.LOG_SOFTMAX)
+register(elu, jax.nn.elu, spec.ELU)
+register(elu_from_output, jax.nn.elu, spec.ELU_FROM_OUTPUT)
+register(celu, jax.nn.celu, spec.CELU)
+register(celu_from_output, jax.nn.celu, spec.CELU_FROM_OUTPUT)
+register(selu, jax.nn.selu, spec.SELU)
+register(selu_from_output, jax.nn.selu, spec.SELU_FROM_OUTPUT)
+register(softplus, jax.nn.softplus, spec.SOFTPLUS)
+register(softplus_from_output, jax.nn.softplus, spec.SOFTPLUS_FROM_OUTPUT)
+register(log_sigmoid, jax.nn.log_sigmoid, spec.LOGSIGMOID)
+register(log_sigmoid_from_output, jax.nn.log_sigmoid, spec.LOGSIGMOID_FROM_OUTPUT)
+register(gelu, jax.nn.gelu, spec.GELU)
+register(silu, jax.nn.silu, spec.SILU)
+register(mish, jax.nn.mish, spec.MISH)
+register(hard_silu, jax.nn.hard_silu, spec.HARDSWISH)
+register(soft_sign, jax.nn.soft_sign, spec.SOFTSIGN)
+register(glu, jax.nn.glu, spec.GLU)
 register(max_pool, nnx.max_pool, spec.MAX_POOL2D, spec.MAX_POOL1D, spec.MAX_POOL3D)
+register(avg_pool, nnx.avg_pool, spec.AVG_POOL2D, spec.AVG_POOL1D, spec.AVG_POOL3D)
 
 
 # Outside of jit, stock's casts copy an array for its gradient even where it has the dtype already,
@@ -191,6 +280,102 @@ class BatchNorm(nnx.BatchNorm):
             self.mean[...] = lax.stop_gradient(mean) if fixed else mean
             self.var[...] = lax.stop_gradient(var) if fixed else var
         return y
+
+
+def _takes(layer: Any, x: Any, mask: Array | None) -> bool:
+    """Whether the functions take what a layer that normalizes is asked for."""
+    if isinstance(layer, nnx.GroupNorm):
+        usual = layer.reduction_axes is None and x.ndim > 1
+    elif isinstance(layer, nnx.InstanceNorm):
+        usual = layer.feature_axes == -1
+    else:
+        usual = layer.reduction_axes == layer.feature_axes == -1
+    return (
+        usual
+        and mask is None
+        and layer.axis_name is None
+        and layer.promote_dtype is promote_dtype
+        and _is_number(layer.epsilon)
+    )
+
+
+def _normalize(
+    layer: Any, stock: Any, function: Callable[..., Array], x: Any, mask: Array | None
+) -> Array:
+    """The function with the layer's parameters and options, or stock."""
+    if not _takes(layer, x, mask):
+        return stock.__call__(layer, x, mask=mask)
+    names = ["scale"] if stock is nnx.RMSNorm else ["scale", "bias"]
+    parameters = [getattr(layer, name) for name in names]
+    parameters = [None if array is None else array[...] for array in parameters]
+    dtype = canonicalize_dtype(x, *parameters, dtype=layer.dtype)
+    options = {} if stock is nnx.RMSNorm else {"use_fast_variance": layer.use_fast_variance}
+    if stock is nnx.GroupNorm:
+        options["num_groups"] = layer.num_groups
+    return function(
+        x if _widens(x.dtype, dtype) else _cast(x, dtype),
+        *_promoted(dtype, *parameters),
+        epsilon=layer.epsilon,
+        dtype=dtype,
+        **options,
+    )
+
+
+@drop_in(spec.LAYER_NORM)
+class LayerNorm(nnx.LayerNorm):
+    """As :class:`flax.nnx.LayerNorm`. Keeps its input as it is."""
+
+    def __call__(self, x: Any, *, mask: Array | None = None) -> Array:
+        return _normalize(self, nnx.LayerNorm, functional.layer_norm, x, mask)
+
+
+@drop_in(spec.GROUP_NORM)
+class GroupNorm(nnx.GroupNorm):
+    """As :class:`flax.nnx.GroupNorm`. Keeps its input as it is."""
+
+    def __call__(self, x: Any, *, mask: Array | None = None) -> Array:
+        return _normalize(self, nnx.GroupNorm, functional.group_norm, x, mask)
+
+
+@drop_in(spec.INSTANCE_NORM)
+class InstanceNorm(nnx.InstanceNorm):
+    """As :class:`flax.nnx.InstanceNorm`. Keeps its input as it is."""
+
+    def __call__(self, x: Any, *, mask: Array | None = None) -> Array:
+        return _normalize(self, nnx.InstanceNorm, functional.instance_norm, x, mask)
+
+
+@drop_in(spec.RMS_NORM)
+class RMSNorm(nnx.RMSNorm):
+    """As :class:`flax.nnx.RMSNorm`. Keeps its input as it is."""
+
+    def __call__(self, x: Any, mask: Array | None = None) -> Array:
+        return _normalize(self, nnx.RMSNorm, functional.rms_norm, x, mask)
+
+
+@drop_in(spec.PRELU)
+class PReLU(nnx.PReLU):
+    """As :class:`flax.nnx.PReLU`. Keeps one bit per element, and its input for its slope."""
+
+    def __call__(self, inputs: Any) -> Array:
+        return _prelu(self, functional.prelu, inputs)
+
+
+@drop_in(spec.PRELU_FROM_INPUT)
+class PReLUFromInput(nnx.PReLU):
+    """As :class:`flax.nnx.PReLU`. Keeps its input."""
+
+    def __call__(self, inputs: Any) -> Array:
+        return _prelu(self, functional.prelu_from_input, inputs)
+
+
+def _prelu(layer: nnx.PReLU, function: Callable[..., Array], inputs: Any) -> Array:
+    slope = layer.negative_slope[...]
+    if layer.promote_dtype is not promote_dtype or slope.size != 1:
+        return nnx.PReLU.__call__(layer, inputs)
+    if layer.dtype is not None:
+        inputs, slope = _promoted(layer.dtype, inputs, slope)
+    return function(inputs, slope)
 
 
 def _widens(narrow: Any, wide: Any) -> bool:

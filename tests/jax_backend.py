@@ -17,6 +17,7 @@ from arrays import Array, Kept, Result
 from hypothesis import settings
 from jax.extend.core import Literal
 from jax.test_util import check_grads
+from properties import check_nothing_else_stays_alive
 from strategies import Case
 
 import memsave_jax.functional  # noqa: F401  (defines the rules)
@@ -27,9 +28,9 @@ from memsave_jax.function import Form, Rule
 #: Options of the table that mean nothing to a JAX rule: arrays are not changed in place, no op
 #: returns indices, and running statistics are updated outside of it.
 UNKNOWN = {"inplace", "return_indices", "momentum"}
-#: Every row is checked in the default form. What the other one does does not depend on the row, so
-#: unless there is time it is checked on those that differ in kind: in what they keep, in how many
-#: outputs they have, in what they draw.
+#: Every row is checked in the default form. What the other one does does not depend on the row, nor
+#: what else stays alive, so unless there is time these are checked on rows that differ in kind: in
+#: what they keep, in how many outputs they have, in what they draw.
 KINDS = {"batch_norm_train", "conv_transpose2d", "dropout_from_rng", "max_pool2d", "relu"}
 
 
@@ -67,9 +68,17 @@ class Jax:
         """The rows that it implements."""
         return {name: rule.row for name, rule in self.rules.items()}
 
-    def checks(self, row: Layer) -> bool:
-        """Whether to check a row."""
-        return self.form == "custom_jvp" or row.name in KINDS or settings().max_examples > 100
+    def checks(self, row: Layer, check: Callable[..., None] | None = None) -> bool:
+        """Whether to check a row: in every way, or by a property."""
+        of_kinds = self.form == "custom_vjp" or check is check_nothing_else_stays_alive
+        return not of_kinds or row.name in KINDS or settings().max_examples > 100
+
+    def every_mask(self, check: Callable[..., None]) -> bool:
+        """Whether to check a property of derivatives on every mask, or on the largest alone.
+
+        (Gradients are compared with stock's on every mask anyway.)
+        """
+        return self.form == "custom_jvp" and settings().max_examples > 100
 
     def has_backward(self, row: Layer) -> bool:
         """Whether it has a backward of its own for a row, or stock's."""
@@ -152,21 +161,23 @@ class Jax:
 
     @_wide
     def predicted(self, row: Layer, case: Case) -> Kept:
-        """What the table says that a call keeps."""
+        """What the table says that a call keeps (of arrays with their axes as they are here)."""
         call = self._call(row, case, stock=False)
-        fwd = functools.partial(self.rules[row.name].fwd, case.wrt)
+        rule = self.rules[row.name]
+        fwd = functools.partial(rule.fwd, case.wrt)
         y, extras = jax.eval_shape(lambda args, key: fwd(*args, **call.options(key)), *call.inputs)
-        y = y[0] if isinstance(y, tuple) else y
-        order = permutation(row.y, self.rules[row.name].layout["y"], y.ndim)
-        free = {n: e.shape for n, e in extras.items() if not row.extras[n].bits}
-        saved = row.saved_bits(
+        named = {**call.args, "y": y[0] if isinstance(y, tuple) else y}
+        free = {n: e for n, e in extras.items() if not row.extras[n].bits}
+        here = replace(
+            row,
+            args={name: rule.layout[name] for name in row.args},
+            y=rule.layout["y"],
+            extras={n: replace(e, axes=rule.layout[n]) for n, e in row.extras.items()},
+        )
+        saved = here.saved_bits(
             case.wrt,
-            {**case.shapes, **free, "y": tuple(y.shape[axis] for axis in np.argsort(order))},
-            {
-                name: 8 * array.dtype.itemsize
-                for name, array in {**call.args, **extras, "y": y}.items()
-                if array is not None
-            },
+            {n: None if array is None else array.shape for n, array in {**named, **free}.items()},
+            {n: 8 * a.dtype.itemsize for n, a in {**named, **extras}.items() if a is not None},
             case.options,
             "last",
         )

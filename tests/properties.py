@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 from arrays import Array
-from strategies import Case, is_elementwise, wanted
+from strategies import Case, fits, is_elementwise, wanted
 
 from memsave.spec import TABLE, Layer
 
@@ -27,6 +27,9 @@ TOLERANCES = {
     "bfloat16": 4e-2,
     "float16": 4e-3,
 }
+#: The same between backends, which are to agree where their stock ops do: PyTorch's constants are
+#: of float32 in places (the sixth of hardsigmoid).
+BETWEEN_BACKENDS = 1e-8
 
 
 def check_implemented(backend: Any, row: Layer) -> None:
@@ -107,7 +110,9 @@ def check_smaller_mask_keeps_no_more(backend: Any, row: Layer, case: Case) -> No
 
 def check_rows_of_one_op_agree(backend: Any, row: Layer, case: Case) -> None:
     """Rows of one op have the same outputs and the same gradients."""
-    results = [backend.run(other, case) for other in TABLE.values() if other.op == row.op]
+    dtype = next(iter(case.dtypes.values()))
+    others = [other for other in TABLE.values() if other.op == row.op and fits(other, dtype)]
+    results = [backend.run(other, case) for other in others]
     for one, other in pairwise(results):
         for mine, its in zip(one.outputs, other.outputs, strict=True):
             _assert_same(mine, its)
@@ -128,10 +133,10 @@ def check_backends_agree(torch: Any, jax: Any, row: Layer, case: Case) -> None:
     if jax.draws(row):
         return
     one, other = torch.run(row, case), jax.run(row, case)
-    _assert_close(case, one.outputs[0], other.outputs[0])
+    _assert_close(case, one.outputs[0], other.outputs[0], BETWEEN_BACKENDS)
     assert one.grads.keys() == other.grads.keys()
     for name in one.grads:
-        _assert_close(case, one.grads[name], other.grads[name])
+        _assert_close(case, one.grads[name], other.grads[name], BETWEEN_BACKENDS)
 
 
 def check_backward_twice(backend: Any, row: Layer, case: Case) -> None:
@@ -204,11 +209,11 @@ def _assert_same(ours: Array, its: Array) -> None:
     assert np.array_equal(np.signbit(ours.values)[number], np.signbit(its.values)[number])
 
 
-def _assert_close(case: Case, ours: Array, its: Array) -> None:
+def _assert_close(case: Case, ours: Array, its: Array, slack: float = 0.0) -> None:
     assert (ours.dtype, ours.shape) == (its.dtype, its.shape)
     finite = np.isfinite(its.values)
     assert np.array_equal(ours.values[~finite], its.values[~finite], equal_nan=True)
     scale = np.abs(its.values[finite]).max(initial=1.0)
     error = np.abs(ours.values[finite] - its.values[finite]).max(initial=0.0)
-    tolerance = max(TOLERANCES[dtype] for dtype in case.dtypes.values())
+    tolerance = max(slack, *(TOLERANCES[dtype] for dtype in case.dtypes.values()))
     assert error <= tolerance * scale, f"off by {error}: {ours}, not {its}"

@@ -41,11 +41,11 @@ def test_every_layer_compiles(row: Layer) -> None:
         args = inputs(row, wrt)
         call = compiled(lambda *args: function(*args, **options(row)))
         results = outcome(call, [*args.values()])
-        free = [value for name, value in args.items() if name != "x"]
+        free = [value for name, value in args.items() if name != first]
         return results, helpers.kept(lambda: call(*args.values()), free)
 
-    everything = frozenset(row.reads)
-    for wrt in {everything, frozenset(["x"]), everything - {"x"}} - {frozenset()}:
+    everything, first = frozenset(row.reads), next(iter(row.args))
+    for wrt in {everything, frozenset([first]), everything - {first}} - {frozenset()}:
         (actual, actual_bytes), (expected, expected_bytes) = (
             run(ours(row), wrt),
             run(stock(row), wrt),

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 import memsave
-from experiments import __main__ as command_line
-from experiments import flax_scenarios, input_gradient, measure
+from experiments import __main__ as command_line, flax_scenarios, input_gradient, measure
 from experiments.scenarios import SCENARIOS, apply, resnet
 
 

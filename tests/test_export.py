@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import memsave
-from memsave.layers.module import DROP_INS
+from memsave.layers.module import ROWS
 
 # torch deprecates TorchScript, on which its tracers and the older ONNX exporter rest.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
@@ -50,7 +50,7 @@ def test_export(strict: bool, train: bool) -> None:
 def test_export_of_each_layer(cls: type[nn.Module]) -> None:
     """The network above has not every class."""
     x = helpers.module_input(cls).detach()
-    for drop_in in DROP_INS[cls]:
+    for drop_in in helpers.drop_ins(cls):
         program = torch.export.export(helpers.build(drop_in).eval(), (x,))
         expected = torch.export.export(helpers.build(cls).eval(), (x,))
         assert targets(program) == targets(expected)
@@ -85,15 +85,20 @@ def test_jit_script(cls: type[nn.Module]) -> None:
     """Stock modules are compiled in place of the drop-ins. (torch leaves them in the model, whoever
     provides them, so converting is to be done again.)
     """
-    for drop_in in DROP_INS[cls]:
+    for drop_in in helpers.drop_ins(cls):
         layer = helpers.build(drop_in)
+        row = ROWS[drop_in][0]
         model = nn.Sequential(layer).eval()
+
+        def chosen(*_: object, row=row) -> object:
+            return row
+
         scripted = torch.jit.script(model)
         assert type(layer) is drop_in
         x = helpers.module_input(cls)
-        for run in (scripted, model, memsave.convert(model)):
+        for run in (scripted, model, memsave.convert(model, policy=chosen)):
             same(helpers.step(run, x), helpers.step(helpers.build(cls).eval(), x))
-        assert type(memsave.convert(model)[0]) is DROP_INS[cls][0]
+        assert type(model[0]) is drop_in
 
 
 def test_jit_script_of_a_network() -> None:

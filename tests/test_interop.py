@@ -15,8 +15,7 @@ from torch import nn
 import memsave
 from experiments.flax_resnet import ResNet
 from experiments.scenarios import resnet
-from memsave_jax import interop
-from memsave_jax import nnx as mnnx
+from memsave_jax import interop, nnx as mnnx
 
 PAIRS: dict[str, tuple[Any, Any]] = {
     "linear": (lambda: nn.Linear(4, 6), lambda r: nnx.Linear(4, 6, rngs=r)),

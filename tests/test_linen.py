@@ -180,6 +180,26 @@ CASES = [
     norm(use_scale=False, use_bias=False, call=frozen, x=jnp.arange(12).reshape(3, 4)),
     norm(call=train, x=image(3, 4) + 1j * image(3, 4)),
     norm(epsilon=np.float32(1e-2), call=train),
+    *(case(f"{name}Norm") for name in ("Layer", "Instance", "RMS")),
+    case("LayerNorm", use_scale=False, use_fast_variance=False, epsilon=1e-2),
+    case("LayerNorm", use_bias=False, dtype=jnp.bfloat16),
+    case("LayerNorm", x=image(dtype=jnp.bfloat16), scale_init=nn.initializers.normal()),
+    case("LayerNorm", reduction_axes=(1, 2)),
+    case("LayerNorm", force_float32_reductions=False),
+    case("LayerNorm", x=image(3, 4) + 1j * image(3, 4)),
+    case("LayerNorm", call={"mask": jnp.arange(4).reshape(1, 1, 1, 4) > 0}),
+    case("LayerNorm", epsilon=np.float32(1e-2)),
+    case("GroupNorm", 2),
+    case("GroupNorm", None, 1, bias_init=nn.initializers.normal(), x=image(3, 6, 4)),
+    case("GroupNorm", 2, reduction_axes=(1, 2, 3)),
+    case("GroupNorm", 4, use_scale=False, x=image(dtype=jnp.float16)),
+    case("InstanceNorm", feature_axes=(1, 3)),
+    case("InstanceNorm", param_dtype=jnp.bfloat16, x=line),
+    case("RMSNorm", use_scale=False),
+    case("RMSNorm", dtype=jnp.bfloat16, scale_init=nn.initializers.normal()),
+    case("RMSNorm", call={"mask": jnp.arange(4).reshape(1, 1, 1, 4) > 0}),
+    case("PReLU"),
+    case("PReLU", negative_slope_init=-0.5, x=image(dtype=jnp.bfloat16)),
     half(deterministic=False),
     half(deterministic=True),
     half(call={"deterministic": False}),
@@ -245,6 +265,10 @@ def test_batch_norm_over_a_named_axis() -> None:
         ("BatchNorm", {}, {}, "use_running_average"),
         ("BatchNorm", {"axis": 7}, train, "out of range"),
         ("Dropout", {"rate": 0.5}, {}, "deterministic"),
+        ("GroupNorm", {"num_groups": 3}, {}, "does not divide"),
+        ("GroupNorm", {"num_groups": 0}, {}, "does not divide"),
+        ("GroupNorm", {"num_groups": 2, "group_size": 2}, {}, "Either"),
+        ("InstanceNorm", {"feature_axes": 0}, {}, "leading dimension"),
         ("Conv", {"features": 4, "kernel_size": (3, 3), "padding": "CAUSAL"}, {}, "Causal padding"),
         (
             "Conv",
@@ -290,6 +314,11 @@ def test_what_the_layers_keep() -> None:
     assert extra(nn.BatchNorm, call=train) >= wide
     assert extra(mnn.BatchNorm, call=train) <= 2 * 4 * 4  # two vectors
     assert extra(mnn.BatchNorm, call=frozen) == 0
+    assert extra(nn.LayerNorm) >= wide
+    assert extra(mnn.LayerNorm) == 2 * 4 * x.size // 4  # two numbers per example
+    assert extra(mnn.GroupNorm, 2) == 2 * 4 * 2 * 2
+    assert extra(mnn.InstanceNorm) == 2 * 4 * 2 * 4
+    assert extra(mnn.RMSNorm) == 4 * x.size // 4
     assert extra(nn.Dropout, 0.5, deterministic=False) >= x.size
     assert extra(mnn.Dropout, 0.5, deterministic=False) == x.size // 4  # a byte per 4 channels
     assert extra(mnn.Dropout, 0.5, (1, 2), deterministic=False) <= 16  # a key
@@ -699,7 +728,7 @@ class Mixed(nn.Module):
 
     @nn.compact
     def __call__(self, x: Any) -> Any:
-        x = nn.LayerNorm()(Bare(0.5)(self.made(x), deterministic=True))
+        x = nn.DenseGeneral(3)(Bare(0.5)(self.made(x), deterministic=True))
         x = mnn.Dropout(0.5, deterministic=True)(mnn.convert(Block(False))(x))
         pooled = [nn.max_pool(x[None], (1,)) for _ in range(1)]
         return JITTED(False)(Other()(self.layers(pooled[0][0]), use_running_average=False))
@@ -715,7 +744,7 @@ def test_coverage() -> None:
         ("", "max_pool", "skipped", f"{function}max_pool"),
         ("made", "BatchNorm", "convertible", ""),
         ("Bare_0", "Bare", "skipped", "subclass of Dropout which may mean more than its base"),
-        ("LayerNorm_0", "LayerNorm", "skipped", "not in the table"),
+        ("DenseGeneral_0", "DenseGeneral", "skipped", "not in the table"),
         ("Block_0/BatchNorm_0", "BatchNorm", "converted", BATCH_NORM),
         ("Block_0/Dropout_0", "Dropout", "converted", DROPOUT),
         ("Dropout_0", "Dropout", "converted", DROPOUT),
@@ -760,8 +789,9 @@ def test_no_module(verb: str, thing: Any, name: str) -> None:
 
 def test_names() -> None:
     assert mnn.relu(jnp.ones(2)).shape == (2,)
+    aliases = {"swish": "silu", "hard_swish": "hard_silu"}
     for name in mnn.__all__:
-        assert getattr(mnn, name).__name__ == name
+        assert getattr(mnn, name).__name__ == aliases.get(name, name)
 
 
 def test_without_flax() -> None:

@@ -28,8 +28,7 @@ from jax import lax
 
 import memsave_jax
 from memsave import spec
-from memsave_jax import _convert_nnx, function
-from memsave_jax import nnx as mnnx
+from memsave_jax import _convert_nnx, function, nnx as mnnx
 from memsave_jax._coverage import Entry
 
 Make = Callable[[Any], nnx.Module]
@@ -213,6 +212,13 @@ NORM: dict[str, tuple[dict[str, Any], Any]] = {
 
 def layers(lib: Any, name: str, **options: Any) -> Any:
     inits = {"bias_init": noise, "rngs": nnx.Rngs(0)}
+    if name.startswith("PReLU"):
+        return getattr(lib, name)(**options)
+    if name.startswith("RMSNorm"):
+        return getattr(lib, name)(4, **options, rngs=nnx.Rngs(0), scale_init=noise)
+    if "Norm" in name and name != "BatchNorm":
+        groups = {"num_groups": 2} if name.startswith("Group") else {}
+        return getattr(lib, name)(4, **{**groups, **options}, **inits, scale_init=noise)
     if name == "BatchNorm":
         return with_statistics(lib.BatchNorm(4, **options, **inits, scale_init=noise))
     size = () if name == "Linear" else ((3, 3),)
@@ -241,6 +247,58 @@ def with_statistics(model: Any) -> Any:
 def test_linear_layers(name: str, case: str) -> None:
     options, x = {"Conv": CONV, "ConvTranspose": TRANSPOSE, "Linear": LINEAR}[name][case]
     agree(layers(mnnx, name, **options), layers(nnx, name, **options), x)
+
+
+BARE = {"use_scale": False, "use_bias": False, "use_fast_variance": False}
+OF_EXAMPLES: dict[str, dict[str, tuple[dict[str, Any], Any, dict[str, Any]]]] = {
+    "LayerNorm": {
+        "plain": ({}, image(), {}),
+        "bare": (BARE, image(), {}),
+        "half": ({}, image(dtype=HALF), {}),
+        "in half": ({"dtype": HALF, "epsilon": 1e-3}, image(), {}),
+        "other axes": ({"reduction_axes": (1, 2)}, image(), {}),
+        "mask": ({}, image(), {"mask": mask(2, 6, 6, 4) > 0}),
+        "own promote": ({"promote_dtype": user_promote}, image(), {}),
+        "numpy eps": ({"epsilon": np.float64(1e-3)}, image(), {}),
+    },
+    "GroupNorm": {
+        "plain": ({}, image(), {}),
+        "bare": (BARE, image(3, 6, 4), {}),
+        "size": ({"num_groups": None, "group_size": 1}, image(dtype=HALF), {}),
+        "other axes": ({"reduction_axes": (2, 3)}, image(2, 6, 6, 4), {}),
+        "mask": ({}, image(), {"mask": mask(2, 6, 6, 4) > 0}),
+    },
+    "InstanceNorm": {
+        "plain": ({}, image(), {}),
+        "bare": (BARE, image(), {}),
+        "half": ({"param_dtype": HALF}, image(dtype=HALF), {}),
+        "line": ({}, image(3, 4), {}),
+        "mask": ({}, image(), {"mask": mask(2, 6, 6, 4) > 0}),
+    },
+    "RMSNorm": {
+        "plain": ({}, image(), {}),
+        "bare": ({"use_scale": False}, image(), {}),
+        "half": ({}, image(dtype=HALF), {}),
+        "in half": ({"dtype": HALF}, image(), {}),
+        "mask": ({}, image(), {"mask": mask(2, 6, 6, 4) > 0}),
+    },
+    "PReLU": {
+        "plain": ({}, image(), {}),
+        "half": ({"negative_slope_init": -0.5}, image(dtype=HALF), {}),
+        "in half": ({"dtype": HALF}, image(), {}),
+        "own": ({"dtype": HALF, "promote_dtype": user_promote}, image(), {}),
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "case"), [(name, case) for name, cases in OF_EXAMPLES.items() for case in cases]
+)
+def test_layers_of_single_examples(name: str, case: str) -> None:
+    options, x, call = OF_EXAMPLES[name][case]
+    for drop_in in _convert_nnx.DROP_INS[getattr(nnx, name)]:
+        ours = layers(mnnx, drop_in.__name__, **options)
+        agree(ours, layers(nnx, name, **options), x, **call)
 
 
 @pytest.mark.parametrize("average", [False, True])
@@ -356,17 +414,57 @@ def test_errors_are_those_of_stock(k: int) -> None:
 
 def test_functions() -> None:
     x = image()
-    same(mnnx.relu(x), nnx.relu(x))
-    same(mnnx.relu_from_output(x), nnx.relu(x))
-    same(mnnx.max_pool(x, (2, 2), (2, 2), "SAME"), nnx.max_pool(x, (2, 2), (2, 2), "SAME"))
+    for stock, drop_ins in _convert_nnx.DROP_INS.items():
+        for ours in drop_ins if not isinstance(stock, type) else ():
+            args = ((2, 2), (2, 2), "SAME") if "pool" in ours.__name__ else ()
+            same(ours(x, *args), stock(x, *args))
+            assert getattr(mnnx, ours.__name__) is ours
     assert set(mnnx.__all__) <= set(dir(mnnx))
     assert memsave_jax.nnx is mnnx
+
+
+def test_functions_with_options() -> None:
+    x, slope = image(), jnp.full(4, -0.5)
+    for name, options in (
+        ("leaky_relu", {"negative_slope": -0.5}),
+        ("leaky_relu", {"negative_slope": slope}),
+        ("elu", {"alpha": 0.5}),
+        ("elu", {"alpha": slope}),
+        ("celu", {"alpha": 2}),
+        ("celu", {"alpha": slope}),
+        ("gelu", {"approximate": False}),
+        ("glu", {"axis": 1}),
+        ("softmax", {"axis": (0, -1)}),
+        ("softmax", {"where": x > 0}),
+        ("log_softmax", {"axis": 1}),
+        ("log_softmax", {"where": x > 0}),
+    ):
+        stock = getattr(jax.nn, name)
+        for ours in _convert_nnx.DROP_INS[stock]:
+            same(ours(x, **options), stock(x, **options))
+    for options in (
+        {"count_include_pad": False},
+        {"strides": (3, 1)},
+        {"padding": ((0, 1), (1, 1))},
+    ):
+        for dtype in (jnp.float32, HALF):
+            args = x.astype(dtype), (2, 3)
+            same(mnnx.avg_pool(*args, **options), nnx.avg_pool(*args, **options))
+
+
+#: Rows that have no counterpart in Flax, or that ask something of the parameters' values.
+FUNCTIONS_ALONE = {
+    *(f"{name}_norm_from_output" for name in ("layer", "group", "instance", "rms")),
+    *("threshold", "hardshrink", "softshrink", "tanhshrink", "swiglu", "geglu", "pad"),
+    *("feature_dropout", "alpha_dropout", *(f"adaptive_avg_pool{dims}d" for dims in (1, 2, 3))),
+}
 
 
 def test_every_row_has_a_drop_in() -> None:
     """The one list of layers is the table; this one follows it."""
     rows = {row.name for rows in _convert_nnx.ROWS.values() for row in rows}
-    assert rows == set(function.RULES)
+    assert rows.isdisjoint(FUNCTIONS_ALONE)
+    assert rows | FUNCTIONS_ALONE == set(function.RULES)
     for stock, drop_ins in _convert_nnx.DROP_INS.items():
         assert [_convert_nnx.STOCK[drop_in] for drop_in in drop_ins] == [stock] * len(drop_ins)
         if isinstance(stock, type):
@@ -390,6 +488,11 @@ SIZE = 4 * 2 * 6 * 6 * 4  # bytes of image()
         (lambda lib: layers(lib, "Linear"), 0),
         (lambda lib: layers(lib, "BatchNorm"), 32),
         (lambda lib: layers(lib, "BatchNorm", use_running_average=True), 0),
+        (lambda lib: layers(lib, "LayerNorm"), 2 * SIZE // 4),
+        (lambda lib: layers(lib, "GroupNorm"), 2 * 4 * 2 * 2),
+        (lambda lib: layers(lib, "InstanceNorm"), 2 * 4 * 2 * 4),
+        (lambda lib: layers(lib, "RMSNorm"), SIZE // 4),
+        (lambda lib: layers(lib, "PReLUFromInput"), 0),
         (lambda lib: lib.Dropout(0.5, rngs=nnx.Rngs(0)), SIZE // 16),
     ],
 )
@@ -416,7 +519,7 @@ class Block(nnx.Module):
         self.conv = lib.Conv(4, 4, (3, 3), padding="CIRCULAR", **options)
         self.norms = nnx.Dict(a=lib.BatchNorm(4, rngs=nnx.Rngs(0)), shared=shared)
         self.activation = activation
-        self.functions = (activation, [activation, {"gelu": nnx.gelu}])
+        self.functions = (activation, [activation, {"logsumexp": nnx.logsumexp}])
 
     def __call__(self, x: Any) -> Any:
         y = self.activation(self.norms["a"](self.conv(x)))
@@ -763,7 +866,7 @@ class Functional(nnx.Module):
 
 class Ours(nnx.Module):
     def __call__(self, x: Any) -> Any:
-        return mnnx.relu(nnx.gelu(x)) * jnp.sin(x)
+        return mnnx.relu(nnx.logsumexp(x)) * jnp.sin(x)
 
 
 def test_what_is_skipped_and_why() -> None:
@@ -776,7 +879,7 @@ def test_what_is_skipped_and_why() -> None:
             nnx.LoRALinear(4, 4, lora_rank=1, **rngs),
             Functional(),
             Ours(),
-            nnx.gelu,
+            nnx.logsumexp,
             nnx.relu,
         ]
     )
@@ -788,7 +891,7 @@ def test_what_is_skipped_and_why() -> None:
     )
     assert listed["2.query", "LinearGeneral"] == ("skipped", "not in the table")
     assert listed["3", "LoRALinear"][1] == "subclass of Linear with a __call__ of its own"
-    assert listed["4.norm", "LayerNorm"] == ("skipped", "not in the table")
+    assert listed["4.norm", "LayerNorm"] == ("converted", "rows: layer_norm")
     assert listed["4", "Functional"] == (
         "skipped",
         "its code names relu, max_pool: use memsave_jax.nnx.relu, memsave_jax.nnx.max_pool there",
@@ -799,7 +902,7 @@ def test_what_is_skipped_and_why() -> None:
         "its code names relu: use memsave_jax.nnx.relu there",
     )
     assert listed["5", "Ours"] == ("skipped", "not in the table")
-    assert listed["6", "gelu"] == ("skipped", "not in the table")
+    assert listed["6", "logsumexp"] == ("skipped", "not in the table")
     assert listed["7", "relu"][0] == "converted"
 
 
@@ -824,12 +927,15 @@ def test_coverage_before_and_after() -> None:
     assert set(statuses(model).values()) == {"converted", "skipped"}
     text = str(mnnx.coverage(model))
     assert "   3 x Conv - rows: conv2d, conv1d, conv3d: stem.layers.0, blocks.0" in text
-    assert "skipped: 2\n     2 x gelu - not in the table: blocks.0.functions.1.1.gelu" in text
+    assert (
+        "skipped: 2\n     2 x logsumexp - not in the table: blocks.0.functions.1.1.logsumexp"
+        in text
+    )
 
 
 def test_nothing_to_convert() -> None:
     with pytest.warns(UserWarning, match="found nothing to convert"):
-        mnnx.convert(nnx.LayerNorm(4, rngs=nnx.Rngs(0)))
+        mnnx.convert(nnx.Embed(2, 4, rngs=nnx.Rngs(0)))
     with pytest.warns(UserWarning, match="found nothing to convert"):
         mnnx.convert(Net(), filter_fn=lambda node, name: False)
     with warnings.catch_warnings():

@@ -7,9 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from backends import BACKENDS, JAX, JAX_VJP, TORCH
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from backends import BACKENDS, JAX, TORCH
+from hypothesis import given, settings, strategies as st
 from properties import (
     DERIVATIVES,
     PROPERTIES,
@@ -48,26 +47,38 @@ def holds_for(backend: Any, strategy: st.SearchStrategy[Any], check: Callable[..
     settings(profile, max_examples=examples)(given(strategy)(check))()
 
 
-@ROWS_ON
-@pytest.mark.parametrize("check", PROPERTIES, ids=lambda check: check.__name__)
+@pytest.mark.parametrize(
+    ("check", "row", "backend"),
+    [
+        (check, row, backend)
+        for check in PROPERTIES
+        for backend in BACKENDS
+        for row in TABLE.values()
+        if backend.checks(row, check)
+    ],
+    ids=lambda value: getattr(value, "name", None) or value.__name__,
+)
 def test_property(check: Any, row: Layer, backend: Any) -> None:
     cases = accepted(backend, row, **PROPERTIES[check])
     holds_for(backend, cases, lambda case: check(backend, row, case))
 
 
 @pytest.mark.parametrize(
-    ("backend", "row", "wrt"),
+    ("check", "backend", "row", "wrt"),
     [
-        (backend, row, wrt)
+        (check, backend, row, wrt)
+        for check in DERIVATIVES
         for backend in BACKENDS
         for row in TABLE.values()
         for wrt in wanted(row)
-        # (What differs between the forms of JAX does not depend on the mask.)
-        if backend.checks(row) and (backend is not JAX_VJP or wrt == frozenset(row.reads))
+        if backend.checks(row, check) and (wrt == frozenset(row.reads) or backend.every_mask(check))
     ],
-    ids=lambda value: "+".join(sorted(value)) if isinstance(value, frozenset) else value.name,
+    ids=lambda value: (
+        "+".join(sorted(value))
+        if isinstance(value, frozenset)
+        else getattr(value, "name", None) or value.__name__
+    ),
 )
-@pytest.mark.parametrize("check", DERIVATIVES, ids=lambda check: check.__name__)
 def test_derivative(check: Any, row: Layer, wrt: frozenset[str], backend: Any) -> None:
     cases = accepted(backend, row, wrt=wrt, **DERIVATIVES[check])
     holds_for(backend, cases, lambda case: check(backend, row, case))

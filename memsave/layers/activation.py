@@ -1,6 +1,12 @@
-"""Activations."""
+"""Activations that are linear in pieces: their gradients read one bit per element.
+
+Each says where the gradient passes as stock's does, nan and the kinks included.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -9,20 +15,29 @@ from torch import Tensor, nn
 from .. import kernels, spec
 from ..function import Grads, Mask, Saved, Shapes, define, is_plain_gradient
 from ..kernels.reference import Like
+from ..spec import Layer
 from .module import drop_in
 
 #: Masks are applied to the bits of a float as an integer of its size.
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+#: As torch has it, for float64 too.
+ONE_SIXTH = torch.tensor(1 / 6, dtype=torch.float32).item()
 
 
-def _select(g: Tensor, bits: Tensor, like: Like) -> Tensor:
+def _mask(bits: Tensor, like: Like | None) -> Tensor:
+    assert like is not None
+    return kernels.unpack(bits, like, True, torch.bool)
+
+
+def _select(g: Tensor, bits: Tensor, like: Like | None) -> Tensor:
     """``g`` where a bit is set and +0 elsewhere, whatever stands there (inf, nan).
 
     torch's ``where`` on CPU costs four times as much as this bitwise "and", which has no
     derivative, however.
     """
+    assert like is not None
     if torch.compiler.is_compiling() or not is_plain_gradient(g):
-        return torch.where(kernels.unpack(bits, like, True, torch.bool), g, 0.0)
+        return torch.where(_mask(bits, like), g, 0.0)
     integer = BITS[g.itemsize]
     ones = kernels.unpack(bits, like, -1, integer)
     return ones.bitwise_and_(g.view(integer)).view(g.dtype)
@@ -42,13 +57,133 @@ def _relu_fwd(wrt: Mask, x: Tensor, *, inplace: bool = False) -> tuple[Tensor, d
 def _relu_bwd(
     g: Tensor, wrt: Mask, saved: Saved, shapes: Shapes, *, inplace: bool = False
 ) -> Grads:
-    like = shapes["y"]
-    assert like is not None
-    return {"x": _select(g, saved["positive"], like)}
+    return {"x": _select(g, saved["positive"], shapes["y"])}
 
 
 _relu = define(spec.RELU, _relu_primal, _relu_bwd, _relu_fwd)
 _relu_from_output = define(spec.RELU_FROM_OUTPUT, _relu_primal)
+
+
+def _define(
+    row: Layer,
+    primal: Callable[..., Tensor],
+    where: Callable[..., Tensor],
+    gradient: Callable[..., Tensor],
+) -> Callable[..., Tensor]:
+    """The rule of a row whose one extra says ``where`` (of ``x`` and the options) something holds.
+
+    Args:
+        gradient: ``gradient(g, bits, like, **options)``.
+    """
+    (extra,) = row.extras
+
+    def fwd(wrt: Mask, x: Tensor, **options: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        mask = where(x, **options)  # first: y may overwrite x
+        y = primal(x, **options)
+        return y, {extra: kernels.pack(mask, Like.of(y))}
+
+    def bwd(g: Tensor, wrt: Mask, saved: Saved, shapes: Shapes, **options: Any) -> Grads:
+        return {"x": gradient(g, saved[extra], shapes["y"], **options)}
+
+    return define(row, primal, bwd, fwd)
+
+
+def _where_it_passes(g: Tensor, bits: Tensor, like: Like | None, **_: Any) -> Tensor:
+    return _select(g, bits, like)
+
+
+_leaky_relu = _define(
+    spec.LEAKY_RELU,
+    lambda x, negative_slope, inplace=False: F.leaky_relu(x, negative_slope, inplace),
+    lambda x, **_: x > 0,
+    lambda g, bits, like, negative_slope, **_: torch.where(
+        _mask(bits, like), g, g * negative_slope
+    ),
+)
+_relu6 = _define(
+    spec.RELU6,
+    lambda x, inplace=False: F.relu6(x, inplace),
+    lambda x, **_: ((x <= 0) | (x >= 6)).logical_not_(),
+    _where_it_passes,
+)
+_hardtanh = _define(
+    spec.HARDTANH,
+    lambda x, min_val, max_val, inplace=False: F.hardtanh(x, min_val, max_val, inplace),
+    lambda x, min_val, max_val, **_: ((x <= min_val) | (x >= max_val)).logical_not_(),
+    _where_it_passes,
+)
+_threshold = _define(
+    spec.THRESHOLD,
+    lambda x, threshold, value, inplace=False: F.threshold(x, threshold, value, inplace),
+    lambda x, threshold, **_: (x <= threshold).logical_not_(),
+    _where_it_passes,
+)
+_hardsigmoid = _define(
+    spec.HARDSIGMOID,
+    lambda x, inplace=False: F.hardsigmoid(x, inplace),
+    lambda x, **_: (x > -3) & (x < 3),
+    lambda g, bits, like, **_: _select(g, bits, like) * ONE_SIXTH,
+)
+_hardshrink = _define(
+    spec.HARDSHRINK,
+    lambda x, lambd: F.hardshrink(x, lambd),
+    lambda x, lambd: ((x >= -lambd) & (x <= lambd)).logical_not_(),
+    _where_it_passes,
+)
+_softshrink = _define(
+    spec.SOFTSHRINK,
+    lambda x, lambd: F.softshrink(x, lambd),
+    lambda x, lambd: ((x >= -lambd) & (x <= lambd)).logical_not_(),
+    _where_it_passes,
+)
+
+
+def _prelu_fwd(wrt: Mask, x: Tensor, weight: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    y = F.prelu(x, weight)
+    return y, {"positive": kernels.pack(x > 0, Like.of(y))}
+
+
+def _prelu_slope(g: Tensor, positive: Tensor, weight: Tensor) -> Tensor:
+    """The gradient of ``x``."""
+    weight = weight.view(-1, *[1] * (g.ndim - 2)) if weight.numel() > 1 else weight
+    return torch.where(positive, g, g * weight)
+
+
+def _prelu_weight(g: Tensor, x: Tensor, like: Like | None) -> Tensor:
+    """The gradient of the weight."""
+    assert like is not None
+    shared = like.shape.numel() == 1
+    axes = [axis for axis in range(g.ndim) if shared or axis != 1]
+    return torch.where(x > 0, 0.0, x * g).sum(axes).view(like.shape)
+
+
+def _prelu_bwd(g: Tensor, wrt: Mask, saved: Saved, shapes: Shapes) -> Grads:
+    grads = {}
+    if "x" in wrt:
+        positive = _mask(saved["positive"], shapes["y"])
+        grads["x"] = _prelu_slope(g, positive, saved["weight"])
+    if "weight" in wrt:
+        grads["weight"] = _prelu_weight(g, saved["x"], shapes["weight"])
+    return grads
+
+
+def _prelu_bwd_from_input(g: Tensor, wrt: Mask, saved: Saved, shapes: Shapes) -> Grads:
+    x, grads = saved["x"], {}
+    if "x" in wrt:
+        grads["x"] = _prelu_slope(g, x > 0, saved["weight"])
+    if "weight" in wrt:
+        grads["weight"] = _prelu_weight(g, x, shapes["weight"])
+    return grads
+
+
+_prelu = define(spec.PRELU, F.prelu, _prelu_bwd, _prelu_fwd, autocast=True)
+_prelu_from_input = define(
+    spec.PRELU_FROM_INPUT,
+    F.prelu,
+    _prelu_bwd_from_input,
+    stock_keeps=lambda wrt: ("x", "weight"),
+    autocast=True,
+)
 
 
 def relu(input: Tensor, inplace: bool = False) -> Tensor:
@@ -58,6 +193,54 @@ def relu(input: Tensor, inplace: bool = False) -> Tensor:
         input: Any shape and real floating dtype; overwritten if ``inplace``.
     """
     return _relu(input, inplace=inplace)
+
+
+def leaky_relu(input: Tensor, negative_slope: float = 0.01, inplace: bool = False) -> Tensor:
+    """As :func:`torch.nn.functional.leaky_relu`. Keeps one bit per element."""
+    return _leaky_relu(input, negative_slope=negative_slope, inplace=inplace)
+
+
+def relu6(input: Tensor, inplace: bool = False) -> Tensor:
+    """As :func:`torch.nn.functional.relu6`. Keeps one bit per element."""
+    return _relu6(input, inplace=inplace)
+
+
+def hardtanh(
+    input: Tensor, min_val: float = -1.0, max_val: float = 1.0, inplace: bool = False
+) -> Tensor:
+    """As :func:`torch.nn.functional.hardtanh`. Keeps one bit per element."""
+    return _hardtanh(input, min_val=min_val, max_val=max_val, inplace=inplace)
+
+
+def threshold(input: Tensor, threshold: float, value: float, inplace: bool = False) -> Tensor:
+    """As :func:`torch.nn.functional.threshold`. Keeps one bit per element."""
+    return _threshold(input, threshold=threshold, value=value, inplace=inplace)
+
+
+def hardsigmoid(input: Tensor, inplace: bool = False) -> Tensor:
+    """As :func:`torch.nn.functional.hardsigmoid`. Keeps one bit per element."""
+    return _hardsigmoid(input, inplace=inplace)
+
+
+def hardshrink(input: Tensor, lambd: float = 0.5) -> Tensor:
+    """As :func:`torch.nn.functional.hardshrink`. Keeps one bit per element."""
+    return _hardshrink(input, lambd=lambd)
+
+
+def softshrink(input: Tensor, lambd: float = 0.5) -> Tensor:
+    """As :func:`torch.nn.functional.softshrink`. Keeps one bit per element."""
+    return _softshrink(input, lambd=lambd)
+
+
+def prelu(input: Tensor, weight: Tensor) -> Tensor:
+    """As :func:`torch.nn.functional.prelu`. Keeps one bit per element where the weight is frozen,
+    and otherwise the input, which the gradient of the weight reads.
+
+    Args:
+        input: ``(n, c, *)``, or any shape for a single weight.
+        weight: ``(1,)`` or ``(c,)``.
+    """
+    return (_prelu_from_input if weight.requires_grad else _prelu)(input, weight)
 
 
 @drop_in(spec.RELU)
@@ -74,3 +257,67 @@ class ReLUFromOutput(nn.ReLU):
 
     def forward(self, input: Tensor) -> Tensor:
         return _relu_from_output(input, inplace=self.inplace)
+
+
+@drop_in(spec.LEAKY_RELU)
+class LeakyReLU(nn.LeakyReLU):
+    """As :class:`torch.nn.LeakyReLU`. Keeps one bit per element."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return leaky_relu(input, self.negative_slope, self.inplace)
+
+
+@drop_in(spec.HARDTANH)
+class ReLU6(nn.ReLU6):
+    """As :class:`torch.nn.ReLU6`, which is a Hardtanh. Keeps one bit per element."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return hardtanh(input, self.min_val, self.max_val, self.inplace)
+
+
+@drop_in(spec.HARDTANH)
+class Hardtanh(nn.Hardtanh):
+    """As :class:`torch.nn.Hardtanh`. Keeps one bit per element."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return hardtanh(input, self.min_val, self.max_val, self.inplace)
+
+
+@drop_in(spec.THRESHOLD)
+class Threshold(nn.Threshold):
+    """As :class:`torch.nn.Threshold`. Keeps one bit per element."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return threshold(input, self.threshold, self.value, self.inplace)
+
+
+@drop_in(spec.HARDSIGMOID)
+class Hardsigmoid(nn.Hardsigmoid):
+    """As :class:`torch.nn.Hardsigmoid`. Keeps one bit per element."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return hardsigmoid(input, self.inplace)
+
+
+@drop_in(spec.HARDSHRINK)
+class Hardshrink(nn.Hardshrink):
+    """As :class:`torch.nn.Hardshrink`. Keeps one bit per element."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return hardshrink(input, self.lambd)
+
+
+@drop_in(spec.SOFTSHRINK)
+class Softshrink(nn.Softshrink):
+    """As :class:`torch.nn.Softshrink`. Keeps one bit per element."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return softshrink(input, self.lambd)
+
+
+@drop_in(spec.PRELU, spec.PRELU_FROM_INPUT)
+class PReLU(nn.PReLU):
+    """As :class:`torch.nn.PReLU`. Keeps one bit per element while its weight is frozen."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return prelu(input, self.weight)

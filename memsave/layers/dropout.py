@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -88,6 +91,68 @@ _dropout = define(spec.DROPOUT, _primal, _bwd, _fwd, compiled=False)
 _dropout_from_rng = define(spec.DROPOUT_FROM_RNG, _primal, _bwd_rng, _fwd_rng, compiled=False)
 
 
+#: Of SELU: https://arxiv.org/abs/1706.02515. What is dropped takes this value (negative).
+ALPHA = 1.7580993408473766
+
+
+def _alpha_scale(p: float) -> float:
+    return 1 / math.sqrt((ALPHA * ALPHA * p + 1) * (1 - p))
+
+
+def _alpha_primal(x: Tensor, *, p: float, inplace: bool = False) -> Tensor:
+    return F.alpha_dropout(x, p, True, inplace)
+
+
+def _alpha_fwd(
+    wrt: Mask, x: Tensor, *, p: float, inplace: bool = False
+) -> tuple[Tensor, dict[str, Tensor]]:
+    # The order of the operations is torch's, for the last bit.
+    noise = torch.empty_like(x).bernoulli_(1 - p)
+    kept = noise.bool()
+    scale = _alpha_scale(p)
+    shift = noise.add(-1).mul_(ALPHA * scale).add_(ALPHA * scale * p)
+    noise.mul_(scale)
+    y = (x.mul_(noise) if inplace else x * noise).add_(shift)
+    return y, {"kept": kernels.pack(kept, Like.of(y))}
+
+
+def _alpha_bwd(
+    g: Tensor, wrt: Mask, saved: Saved, shapes: Shapes, *, p: float, inplace: bool = False
+) -> Grads:
+    like = shapes["y"]
+    assert like is not None
+    return {"x": _apply(g, kernels.unpack(saved["kept"], like, _alpha_scale(p), g.dtype))}
+
+
+def _feature_primal(x: Tensor, *, p: float, inplace: bool = False) -> Tensor:
+    return torch.feature_dropout_(x, p, True) if inplace else torch.feature_dropout(x, p, True)
+
+
+def _feature_fwd(
+    wrt: Mask, x: Tensor, *, p: float, inplace: bool = False
+) -> tuple[Tensor, dict[str, Tensor]]:
+    if x.ndim < 2:
+        return _feature_primal(x, p=p, inplace=inplace), {}  # raises stock's error
+    noise = x.new_empty((*x.shape[:2], *[1] * (x.ndim - 2))).bernoulli_(1 - p)
+    bits = kernels.pack(noise.bool(), Like.of(noise))
+    noise.div_(1 - p)
+    return (x.mul_(noise) if inplace else x * noise), {"kept": bits}
+
+
+def _feature_bwd(
+    g: Tensor, wrt: Mask, saved: Saved, shapes: Shapes, *, p: float, inplace: bool = False
+) -> Grads:
+    channels = g.new_empty((*g.shape[:2], *[1] * (g.ndim - 2)))
+    noise = kernels.unpack(saved["kept"], Like.of(channels), 1, g.dtype, 1 - p)
+    return {"x": g * noise}
+
+
+_alpha_dropout = define(spec.ALPHA_DROPOUT, _alpha_primal, _alpha_bwd, _alpha_fwd, compiled=False)
+_feature_dropout = define(
+    spec.FEATURE_DROPOUT, _feature_primal, _feature_bwd, _feature_fwd, compiled=False
+)
+
+
 def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
     """As :func:`torch.nn.functional.dropout`, with the same random numbers. Keeps one bit per
     element.
@@ -99,6 +164,40 @@ def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool 
     if training and 0 < p < 1:
         return _dropout(input, p=p, inplace=inplace)
     return F.dropout(input, p, training, inplace)
+
+
+def alpha_dropout(
+    input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False
+) -> Tensor:
+    """As :func:`torch.nn.functional.alpha_dropout`, with the same random numbers. Keeps one bit per
+    element.
+    """
+    if training and 0 < p < 1 and input.numel():
+        return _alpha_dropout(input, p=p, inplace=inplace)
+    return F.alpha_dropout(input, p, training, inplace)
+
+
+def _dropout_nd(dims: int, stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def dropout_nd(
+        input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+    ) -> Tensor:
+        # (Stock warns of, or reshapes, an input of other dimensions.)
+        if training and 0 < p < 1 and input.ndim == dims + 2 and input.numel():
+            return _feature_dropout(input, p=p, inplace=inplace)
+        return stock(input, p, training, inplace)
+
+    name = f"dropout{dims}d"
+    dropout_nd.__name__ = dropout_nd.__qualname__ = name
+    dropout_nd.__doc__ = f"""As :func:`torch.nn.functional.{name}`, with the same random numbers.
+    Keeps one bit per channel.
+    """
+    return dropout_nd
+
+
+dropout1d, dropout2d, dropout3d = (
+    _dropout_nd(dims, stock)
+    for dims, stock in ((1, F.dropout1d), (2, F.dropout2d), (3, F.dropout3d))
+)
 
 
 @drop_in(spec.DROPOUT)
@@ -117,3 +216,35 @@ class DropoutFromRng(nn.Dropout):
         if self.training and 0 < self.p < 1:
             return _dropout_from_rng(input, p=self.p, inplace=self.inplace)
         return F.dropout(input, self.p, self.training, self.inplace)
+
+
+@drop_in(spec.ALPHA_DROPOUT)
+class AlphaDropout(nn.AlphaDropout):
+    """As :class:`torch.nn.AlphaDropout`. Keeps one bit per element."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return alpha_dropout(input, self.p, self.training)
+
+
+@drop_in(spec.FEATURE_DROPOUT)
+class Dropout1d(nn.Dropout1d):
+    """As :class:`torch.nn.Dropout1d`. Keeps one bit per channel."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return dropout1d(input, self.p, self.training, self.inplace)
+
+
+@drop_in(spec.FEATURE_DROPOUT)
+class Dropout2d(nn.Dropout2d):
+    """As :class:`torch.nn.Dropout2d`. Keeps one bit per channel."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return dropout2d(input, self.p, self.training, self.inplace)
+
+
+@drop_in(spec.FEATURE_DROPOUT)
+class Dropout3d(nn.Dropout3d):
+    """As :class:`torch.nn.Dropout3d`. Keeps one bit per channel."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return dropout3d(input, self.p, self.training, self.inplace)

@@ -19,6 +19,12 @@ ROWS: dict[type[nn.Module], tuple[Layer, ...]] = {}
 STOCK: dict[type[nn.Module], type[nn.Module]] = {}
 
 
+def as_stock(stock: type[nn.Module], *rows: Layer) -> None:
+    """The stock class keeps what the rows say, so it is its own first drop-in."""
+    DROP_INS.setdefault(stock, []).insert(0, stock)
+    ROWS[stock] = rows
+
+
 def drop_in(*rows: Layer) -> Callable[[M], M]:
     """Class decorator: the class replaces its base class wherever a model has exactly that.
 

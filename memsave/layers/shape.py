@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+from torch import Tensor
+
+from ..function import is_plain_gradient
 from ..kernels.reference import Like
 
 Ints = int | Sequence[int]
@@ -13,6 +17,26 @@ def per_axis(value: Ints, dims: int) -> list[int]:
     """One value per spatial axis; torch accepts an int or a sequence of one for all."""
     values = [value] if isinstance(value, int) else list(value)
     return values * dims if len(values) == 1 else values
+
+
+def placeholder(g: Tensor, like: Like | None) -> Tensor:
+    """A tensor of this shape for a kernel that asks for nothing else: one element, expanded."""
+    assert like is not None
+    return g.new_empty(1).expand(like.shape)
+
+
+#: Formats of tensors of so many axes that store the channels last.
+FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+def in_format(gradient: Tensor, like: Like | None) -> Tensor:
+    """The gradient with the channels last, if the tensor that it is of stores them so."""
+    assert like is not None
+    if not is_plain_gradient(gradient):
+        return gradient
+    if gradient.ndim in FORMATS and channels_last(like, gradient.ndim - 2):
+        return gradient.contiguous(memory_format=FORMATS[gradient.ndim])
+    return gradient
 
 
 def channels_last(like: Like, dims: int) -> bool:

@@ -58,14 +58,15 @@ def _statistics(
         return list(lax.pmean(jnp.stack(here), axis_name, axis_index_groups=axis_index_groups))
 
     if use_fast_variance:
-        mean, mean_square = means(x, _squared(x))
-        return mean, jnp.maximum(0.0, mean_square - _squared(mean))
+        mean, mean_square = means(x, squared(x))
+        return mean, jnp.maximum(0.0, mean_square - squared(mean))
     (mean,) = means(x)
-    (var,) = means(_squared(x - jnp.expand_dims(mean, axes.reduced)))
+    (var,) = means(squared(x - jnp.expand_dims(mean, axes.reduced)))
     return mean, var
 
 
-def _squared(x: Array) -> Array:
+def squared(x: Array) -> Array:
+    """Of the absolute value."""
     if jnp.iscomplexobj(x):
         return lax.square(lax.real(x)) + lax.square(lax.imag(x))
     return lax.square(x)
@@ -130,7 +131,7 @@ def _primal_train(*args: Array | None, **options: Any) -> tuple[Array, Array, Ar
     return _fwd_train(frozenset(), *args, **options)[0]  # type: ignore[arg-type]
 
 
-def _wide(array: Array) -> Array:
+def wide(array: Array) -> Array:
     """In the dtype of statistics and sums: at least float32."""
     return array.astype(jnp.promote_types(array.dtype, jnp.float32))
 
@@ -146,14 +147,14 @@ def _bwd_eval(
     **_: Any,
 ) -> Grads:
     axes = _Axes(g.shape, axis)
-    g = _wide(g)
+    g = wide(g)
     grads = {}
     if "x" in wrt:
-        scale = lax.rsqrt(_wide(saved["running_var"]) + eps)
+        scale = lax.rsqrt(wide(saved["running_var"]) + eps)
         scale = scale if saved["weight"] is None else scale * saved["weight"]
         grads["x"] = g * axes.spread(scale)
     if "weight" in wrt:
-        rstd = lax.rsqrt(_wide(saved["running_var"]) + eps)
+        rstd = lax.rsqrt(wide(saved["running_var"]) + eps)
         centered = saved["x"] - axes.spread(saved["running_mean"])
         grads["weight"] = ((g * centered).sum(axes.reduced) * rstd).reshape(shapes["weight"].shape)
     if "bias" in wrt:
@@ -173,7 +174,7 @@ def _bwd_train(
 ) -> Grads:
     gy, g_mean, g_var = g
     axes = _Axes(gy.shape, axis)
-    gy = _wide(gy)
+    gy = wide(gy)
     total = gy.sum(axes.reduced)  # the gradient of bias
     grads = {}
     if "bias" in wrt:

@@ -54,7 +54,7 @@ class Window(NamedTuple):
         return lax.pad(x, jnp.asarray(value, x.dtype), pads)
 
 
-def _window(
+def window_of(
     dims: int,
     shape: Sequence[int],
     *,
@@ -64,6 +64,7 @@ def _window(
     dilation: Ints = 1,
     ceil_mode: bool = False,
 ) -> Window:
+    """The windows of these options over an array whose last axis is the channels."""
     kernel = per_axis(kernel_size, dims)
     stride = kernel if stride is None else per_axis(stride, dims)
     dilation = per_axis(dilation, dims)
@@ -93,7 +94,7 @@ def _ceil(size: int, extent: int, step: int, low: int, high: int) -> int:
 
 
 def _primal(dims: int, x: Array, **options: Any) -> Array:
-    window = _window(dims, x.shape, **options)
+    window = window_of(dims, x.shape, **options)
     return lax.reduce_window(
         x, -jnp.inf, lax.max, window.kernel, window.stride, window.padding,
         window_dilation=window.dilation,
@@ -102,7 +103,7 @@ def _primal(dims: int, x: Array, **options: Any) -> Array:
 
 def _fwd(dims: int, wrt: Mask, x: Array, **options: Any) -> tuple[Array, dict[str, Array]]:
     y = _primal(dims, x, **options)
-    window = _window(dims, x.shape, **options)
+    window = window_of(dims, x.shape, **options)
     dtype = OFFSET[spec.offset_bits(window.kernel)]
     if not y.size:
         return y, {"offsets": jnp.zeros(y.shape, dtype)}
@@ -161,7 +162,7 @@ def _bwd(dims: int, g: Array, wrt: Mask, saved: Saved, shapes: Shapes, **options
     inputs = shapes["x"].shape
     if not g.size:
         return {"x": jnp.zeros(inputs, g.dtype) + g.sum()}  # which is zero, and linear in g
-    window = _window(dims, inputs, **options)
+    window = window_of(dims, inputs, **options)
     scatter = _scatter if math.prod(window.kernel) <= FEW else _scatter_many
     return {"x": scatter(g, saved["offsets"], inputs, window)}
 
@@ -241,6 +242,14 @@ def max_pool(
         strides: Default: 1 along every axis.
         padding: ``"SAME"``, ``"VALID"``, or a pair per spatial axis.
     """
+    pool = _max_pool.get(len(window_shape), partial(_primal, len(window_shape)))
+    return pool(jnp.asarray(inputs), **checked(window_shape, strides, padding))
+
+
+def checked(
+    window_shape: Sequence[int], strides: Sequence[int] | None, padding: Any
+) -> dict[str, Any]:
+    """Flax's options as those of the table; raises what Flax does."""
     dims = len(window_shape)
     strides = strides or (1,) * dims
     if not isinstance(padding, str):
@@ -253,6 +262,4 @@ def max_pool(
             f"each entry in padding {padding} must be length 2"
         )
     assert dims == len(strides), f"len({window_shape}) must equal len({strides})"
-    pool = _max_pool.get(dims, partial(_primal, dims))
-    options = {"kernel_size": tuple(window_shape), "stride": tuple(strides), "padding": padding}
-    return pool(jnp.asarray(inputs), **options)
+    return {"kernel_size": tuple(window_shape), "stride": tuple(strides), "padding": padding}

@@ -1,0 +1,219 @@
+"""Average pooling, whose gradient depends on shapes alone; torch keeps the input to know its shape.
+
+Torch's kernels for backward ask an input for nothing else, so they get one element, expanded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .. import spec
+from ..function import Grads, Mask, Saved, Shapes, define
+from .module import drop_in
+from .shape import Ints, in_format, per_axis, placeholder
+
+AVG_POOL: dict[int, Callable[..., Tensor]] = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
+ADAPTIVE: dict[int, Callable[..., Tensor]] = {
+    1: F.adaptive_avg_pool1d,
+    2: F.adaptive_avg_pool2d,
+    3: F.adaptive_avg_pool3d,
+}
+
+
+def _bwd(
+    dims: int,
+    g: Tensor,
+    wrt: Mask,
+    saved: Saved,
+    shapes: Shapes,
+    *,
+    kernel_size: Ints,
+    stride: Ints | None = None,
+    padding: Ints = 0,
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+    divisor_override: int | None = None,
+) -> Grads:
+    kernel = per_axis(kernel_size, dims)
+    steps, pads = per_axis(stride or kernel_size, dims), per_axis(padding, dims)
+    x = placeholder(g, shapes["x"])
+    rest = (ceil_mode, count_include_pad, divisor_override)
+    if dims == 1:  # as torch does forward
+        dx = torch.ops.aten.avg_pool2d_backward(
+            g.unsqueeze(-2), x.unsqueeze(-2), [1, *kernel], [1, *steps], [0, *pads], *rest
+        )
+        return {"x": dx.squeeze(-2)}
+    backward = {2: torch.ops.aten.avg_pool2d_backward, 3: torch.ops.aten.avg_pool3d_backward}
+    dx = backward[dims](g, x, kernel, steps, pads, *rest)
+    return {"x": in_format(dx, shapes["x"]) if dims == 2 else dx}
+
+
+def _adaptive_bwd(
+    dims: int, g: Tensor, wrt: Mask, saved: Saved, shapes: Shapes, *, output_size: Any
+) -> Grads:
+    x = placeholder(g, shapes["x"])
+    if dims == 1:
+        g, x = g.unsqueeze(-2), x.unsqueeze(-2)
+    backward = (
+        torch.ops.aten._adaptive_avg_pool3d_backward
+        if dims == 3
+        else torch.ops.aten._adaptive_avg_pool2d_backward
+    )
+    dx = backward(g, x)
+    return {"x": dx.squeeze(-2) if dims == 1 else in_format(dx, shapes["x"])}
+
+
+def _adaptive_stock_keeps(wrt: Mask, *, output_size: Any) -> tuple[str, ...]:
+    # To one element per channel, torch takes the mean.
+    sizes = output_size if isinstance(output_size, list | tuple) else [output_size]
+    return () if all(size == 1 for size in sizes) else ("x",)
+
+
+_avg_pool1d, _avg_pool2d, _avg_pool3d = (
+    define(row, AVG_POOL[dims], partial(_bwd, dims))
+    for dims, row in ((1, spec.AVG_POOL1D), (2, spec.AVG_POOL2D), (3, spec.AVG_POOL3D))
+)
+_adaptive_avg_pool1d, _adaptive_avg_pool2d, _adaptive_avg_pool3d = (
+    define(row, ADAPTIVE[dims], partial(_adaptive_bwd, dims), stock_keeps=_adaptive_stock_keeps)
+    for dims, row in (
+        (1, spec.ADAPTIVE_AVG_POOL1D),
+        (2, spec.ADAPTIVE_AVG_POOL2D),
+        (3, spec.ADAPTIVE_AVG_POOL3D),
+    )
+)
+
+
+def avg_pool1d(
+    input: Tensor,
+    kernel_size: Ints,
+    stride: Ints | None = None,
+    padding: Ints = 0,
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+) -> Tensor:
+    """As :func:`torch.nn.functional.avg_pool1d`. Keeps nothing."""
+    return _avg_pool1d(
+        input,
+        kernel_size=kernel_size,
+        stride=kernel_size if stride is None else stride,
+        padding=padding,
+        ceil_mode=ceil_mode,
+        count_include_pad=count_include_pad,
+    )
+
+
+def _functional(layer: Callable[..., Tensor], dims: int) -> Callable[..., Tensor]:
+    def avg_pool(
+        input: Tensor,
+        kernel_size: Ints,
+        stride: Ints | None = None,
+        padding: Ints = 0,
+        ceil_mode: bool = False,
+        count_include_pad: bool = True,
+        divisor_override: int | None = None,
+    ) -> Tensor:
+        return layer(
+            input,
+            kernel_size=kernel_size,
+            stride=kernel_size if stride is None else stride,
+            padding=padding,
+            ceil_mode=ceil_mode,
+            count_include_pad=count_include_pad,
+            divisor_override=divisor_override,
+        )
+
+    name = f"avg_pool{dims}d"
+    avg_pool.__name__ = avg_pool.__qualname__ = name
+    avg_pool.__doc__ = f"As :func:`torch.nn.functional.{name}`. Keeps nothing."
+    return avg_pool
+
+
+avg_pool2d, avg_pool3d = _functional(_avg_pool2d, 2), _functional(_avg_pool3d, 3)
+
+
+def _adaptive(layer: Callable[..., Tensor], dims: int) -> Callable[..., Tensor]:
+    def adaptive_avg_pool(input: Tensor, output_size: Any) -> Tensor:
+        return layer(input, output_size=output_size)
+
+    name = f"adaptive_avg_pool{dims}d"
+    adaptive_avg_pool.__name__ = adaptive_avg_pool.__qualname__ = name
+    adaptive_avg_pool.__doc__ = f"As :func:`torch.nn.functional.{name}`. Keeps nothing."
+    return adaptive_avg_pool
+
+
+adaptive_avg_pool1d = _adaptive(_adaptive_avg_pool1d, 1)
+adaptive_avg_pool2d = _adaptive(_adaptive_avg_pool2d, 2)
+adaptive_avg_pool3d = _adaptive(_adaptive_avg_pool3d, 3)
+
+
+@drop_in(spec.AVG_POOL1D)
+class AvgPool1d(nn.AvgPool1d):
+    """As :class:`torch.nn.AvgPool1d`. Keeps nothing."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return avg_pool1d(
+            input,
+            self.kernel_size,
+            self.stride,
+            self.padding,
+            self.ceil_mode,
+            self.count_include_pad,
+        )
+
+
+def _forward(layer: Callable[..., Tensor], module: Any, input: Tensor) -> Tensor:
+    return layer(
+        input,
+        module.kernel_size,
+        module.stride,
+        module.padding,
+        module.ceil_mode,
+        module.count_include_pad,
+        module.divisor_override,
+    )
+
+
+@drop_in(spec.AVG_POOL2D)
+class AvgPool2d(nn.AvgPool2d):
+    """As :class:`torch.nn.AvgPool2d`. Keeps nothing."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return _forward(avg_pool2d, self, input)
+
+
+@drop_in(spec.AVG_POOL3D)
+class AvgPool3d(nn.AvgPool3d):
+    """As :class:`torch.nn.AvgPool3d`. Keeps nothing."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return _forward(avg_pool3d, self, input)
+
+
+@drop_in(spec.ADAPTIVE_AVG_POOL1D)
+class AdaptiveAvgPool1d(nn.AdaptiveAvgPool1d):
+    """As :class:`torch.nn.AdaptiveAvgPool1d`. Keeps nothing."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return adaptive_avg_pool1d(input, self.output_size)
+
+
+@drop_in(spec.ADAPTIVE_AVG_POOL2D)
+class AdaptiveAvgPool2d(nn.AdaptiveAvgPool2d):
+    """As :class:`torch.nn.AdaptiveAvgPool2d`. Keeps nothing."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return adaptive_avg_pool2d(input, self.output_size)
+
+
+@drop_in(spec.ADAPTIVE_AVG_POOL3D)
+class AdaptiveAvgPool3d(nn.AdaptiveAvgPool3d):
+    """As :class:`torch.nn.AdaptiveAvgPool3d`. Keeps nothing."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return adaptive_avg_pool3d(input, self.output_size)

@@ -1,0 +1,200 @@
+"""Activations that are curves: their gradients read the input or the output, once.
+
+Where stock reads the same, it is left alone, but for the rows from the output: those are free where
+the next layer keeps the output anyway, and the row from the input is where the last one does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .. import spec
+from ..function import Grads, Mask, Saved, Shapes, define
+from ..spec import Layer
+from .module import as_stock, drop_in
+
+#: Of SELU: https://arxiv.org/abs/1706.02515.
+SELU_ALPHA, SELU_SCALE = 1.6732632423543772848170429916717, 1.0507009873554804934193349852946
+
+
+def _define(
+    row: Layer, primal: Callable[..., Tensor], gradient: Callable[..., Tensor]
+) -> Callable[..., Tensor]:
+    """The rule of a row that reads one array: ``gradient(g, array, **options)``."""
+    ((residual,),) = row.reads.values()
+
+    def bwd(g: Tensor, wrt: Mask, saved: Saved, shapes: Shapes, **options: Any) -> Grads:
+        return {"x": gradient(g, saved[residual], **options)}
+
+    return define(row, primal, bwd)
+
+
+def _elu(x: Tensor, *, alpha: float, inplace: bool = False) -> Tensor:
+    return F.elu(x, alpha, inplace)
+
+
+def _celu(x: Tensor, *, alpha: float, inplace: bool = False) -> Tensor:
+    return F.celu(x, alpha, inplace)
+
+
+def _selu(x: Tensor, *, inplace: bool = False) -> Tensor:
+    return F.selu(x, inplace)
+
+
+def _softplus(x: Tensor, *, beta: float, threshold: float) -> Tensor:
+    return F.softplus(x, beta, threshold)
+
+
+def _softplus_gradient(g: Tensor, y: Tensor, beta: float, threshold: float) -> Tensor:
+    # 1 - exp(-beta * y), and 1 where softplus is the identity.
+    return torch.where(y * beta > threshold, g, g * -torch.expm1(y * -beta))
+
+
+# What stock keeps is what the row says.
+define(spec.SIGMOID, torch.sigmoid)
+define(spec.TANH, torch.tanh)
+define(spec.SOFTMAX, lambda x, dim: F.softmax(x, dim))
+define(spec.LOG_SOFTMAX, lambda x, dim: F.log_softmax(x, dim))
+define(spec.ELU, F.elu)
+define(spec.CELU, F.celu)
+define(spec.SELU, F.selu)
+define(spec.SOFTPLUS, _softplus)
+define(spec.GELU, lambda x, approximate: F.gelu(x, approximate=approximate))
+define(spec.SILU, F.silu)
+define(spec.MISH, F.mish)
+define(spec.HARDSWISH, F.hardswish)
+define(spec.GLU, lambda x, dim: F.glu(x, dim))
+
+_elu_from_output = _define(
+    spec.ELU_FROM_OUTPUT,
+    _elu,
+    lambda g, y, alpha, **_: torch.ops.aten.elu_backward(g, alpha, 1, 1, True, y),
+)
+_celu_from_output = _define(
+    spec.CELU_FROM_OUTPUT,
+    _celu,
+    lambda g, y, alpha, **_: torch.ops.aten.elu_backward(g, alpha, 1, 1 / alpha, True, y),
+)
+_selu_from_output = _define(
+    spec.SELU_FROM_OUTPUT,
+    _selu,
+    lambda g, y, **_: torch.ops.aten.elu_backward(g, SELU_ALPHA, SELU_SCALE, 1, True, y),
+)
+_softplus_from_output = _define(spec.SOFTPLUS_FROM_OUTPUT, _softplus, _softplus_gradient)
+# Stock keeps a buffer as well, on CPU.
+_logsigmoid = _define(spec.LOGSIGMOID, F.logsigmoid, lambda g, x: g * torch.sigmoid(-x))
+_logsigmoid_from_output = _define(
+    spec.LOGSIGMOID_FROM_OUTPUT, F.logsigmoid, lambda g, y: g * -torch.expm1(y)
+)
+# Stock keeps what it has computed in between.
+_tanhshrink = _define(spec.TANHSHRINK, F.tanhshrink, lambda g, x: g * torch.tanh(x).square())
+_softsign = _define(spec.SOFTSIGN, F.softsign, lambda g, x: g / (x.abs() + 1).square())
+
+
+def logsigmoid(input: Tensor) -> Tensor:
+    """As :func:`torch.nn.functional.logsigmoid`. Keeps its input, once."""
+    return _logsigmoid(input)
+
+
+def tanhshrink(input: Tensor) -> Tensor:
+    """As :func:`torch.nn.functional.tanhshrink`. Keeps its input, once."""
+    return _tanhshrink(input)
+
+
+def softsign(input: Tensor) -> Tensor:
+    """As :func:`torch.nn.functional.softsign`. Keeps its input, once."""
+    return _softsign(input)
+
+
+as_stock(nn.Sigmoid, spec.SIGMOID)
+as_stock(nn.Tanh, spec.TANH)
+as_stock(nn.Softmax, spec.SOFTMAX)
+as_stock(nn.LogSoftmax, spec.LOG_SOFTMAX)
+as_stock(nn.ELU, spec.ELU)
+as_stock(nn.CELU, spec.CELU)
+as_stock(nn.SELU, spec.SELU)
+as_stock(nn.Softplus, spec.SOFTPLUS)
+as_stock(nn.GELU, spec.GELU)
+as_stock(nn.SiLU, spec.SILU)
+as_stock(nn.Mish, spec.MISH)
+as_stock(nn.Hardswish, spec.HARDSWISH)
+as_stock(nn.GLU, spec.GLU)
+
+
+@drop_in(spec.ELU_FROM_OUTPUT)
+class ELUFromOutput(nn.ELU):
+    """As :class:`torch.nn.ELU`. Keeps its output (its input, where ``alpha`` is negative)."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self.alpha < 0:  # not one to one
+            return super().forward(input)
+        return _elu_from_output(input, alpha=self.alpha, inplace=self.inplace)
+
+
+@drop_in(spec.CELU_FROM_OUTPUT)
+class CELUFromOutput(nn.CELU):
+    """As :class:`torch.nn.CELU`. Keeps its output (its input, where ``alpha`` is negative)."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self.alpha <= 0:
+            return super().forward(input)
+        return _celu_from_output(input, alpha=self.alpha, inplace=self.inplace)
+
+
+@drop_in(spec.SELU_FROM_OUTPUT)
+class SELUFromOutput(nn.SELU):
+    """As :class:`torch.nn.SELU`. Keeps its output."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return _selu_from_output(input, inplace=self.inplace)
+
+
+@drop_in(spec.SOFTPLUS_FROM_OUTPUT)
+class SoftplusFromOutput(nn.Softplus):
+    """As :class:`torch.nn.Softplus`. Keeps its output; its input where the output does not tell
+    which of the two branches it is from, to rounding: ``exp(-threshold) > eps``.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        eps = torch.finfo(input.dtype).eps if input.is_floating_point() else 0.0
+        if self.beta <= 0 or math.exp(-self.threshold) > eps:
+            return super().forward(input)
+        return _softplus_from_output(input, beta=self.beta, threshold=self.threshold)
+
+
+@drop_in(spec.LOGSIGMOID)
+class LogSigmoid(nn.LogSigmoid):
+    """As :class:`torch.nn.LogSigmoid`. Keeps its input, once."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return logsigmoid(input)
+
+
+@drop_in(spec.LOGSIGMOID_FROM_OUTPUT)
+class LogSigmoidFromOutput(nn.LogSigmoid):
+    """As :class:`torch.nn.LogSigmoid`. Keeps its output."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return _logsigmoid_from_output(input)
+
+
+@drop_in(spec.TANHSHRINK)
+class Tanhshrink(nn.Tanhshrink):
+    """As :class:`torch.nn.Tanhshrink`. Keeps its input, once."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return tanhshrink(input)
+
+
+@drop_in(spec.SOFTSIGN)
+class Softsign(nn.Softsign):
+    """As :class:`torch.nn.Softsign`. Keeps its input, once."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return softsign(input)

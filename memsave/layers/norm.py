@@ -1,0 +1,615 @@
+"""Layer, group, instance and RMS normalization: ``y = xhat * weight + bias``, where
+``xhat = (x - mean) * rstd`` over the elements of a group.
+
+The gradients read ``xhat``, which comes from ``x`` and the statistics, or from ``y`` and the
+parameters; that of the bias reads nothing.
+
+Index legend: n batch, g groups, k features of a group, s places; statistics are (n, g, 1, 1) and
+parameters (g, k, 1). Layer and RMS normalization have one group and one place.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from .. import spec
+from ..function import Grads, Mask, Saved, Shapes, define
+from .batch_norm import batch_norm
+from .module import drop_in
+from .shape import FORMATS, in_format
+
+Gs = dict[str, Tensor]
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """In the dtype of statistics and sums: at least float32."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def _spread(vector: Tensor, groups: int | None) -> Tensor:
+    """A parameter against the grouped ``x``."""
+    return _wide(vector).reshape(groups or 1, -1, 1)
+
+
+def _gradients(
+    gs: Gs,
+    groups: int | None,
+    wrt: Mask,
+    xhat: Tensor | None,
+    rstd: Tensor | None,
+    weight: Tensor | None,
+    shapes: Shapes,
+    *,
+    centered: bool = True,
+) -> Grads:
+    """All gradients, from grouped arrays in a wide dtype.
+
+    In double backward the statistics have gradients, as functions of ``x``: ``d mean = d x / N``
+    and ``d rstd = - rstd^2 xhat d x / N``.
+    """
+    g, grads = _grouped(gs["y"], groups), {}
+    if "bias" in wrt:
+        grads["bias"] = g.sum((0, 3))
+    if "weight" in wrt:
+        assert xhat is not None
+        grads["weight"] = (g * xhat).sum((0, 3))
+    if "x" in wrt:
+        assert xhat is not None
+        assert rstd is not None
+        gw = g if weight is None else g * weight
+        dx = gw - xhat * (gw * xhat).mean((2, 3), keepdim=True)
+        if centered:
+            dx = dx - gw.mean((2, 3), keepdim=True)
+        dx = dx * rstd
+        count = math.prod(g.shape[2:])
+        if "rstd" in gs:
+            dx = dx - (_statistic(gs["rstd"], groups) * rstd.square() / count) * xhat
+        if "mean" in gs:
+            dx = dx + _statistic(gs["mean"], groups) / count
+        grads["x"] = dx
+    return {name: _like(grad, shapes, name) for name, grad in grads.items()}
+
+
+def _formatted(grads: Grads, shapes: Shapes) -> Grads:
+    """Where stock's gradient has the memory format of ``x``."""
+    return {**grads, "x": in_format(grads["x"], shapes["x"])} if "x" in grads else grads
+
+
+def _like(grad: Tensor, shapes: Shapes, name: str) -> Tensor:
+    """The gradient in the shape and dtype of its argument."""
+    like = shapes[name]
+    assert like is not None
+    return grad.reshape(like.shape).to(like.dtype)
+
+
+def _grouped(tensor: Tensor, groups: int | None) -> Tensor:
+    """``(n, c, *s)`` to ``(n, g, k, s)``; without groups ``(*n, i)`` to ``(n, 1, i, 1)``."""
+    if groups is None:
+        return _wide(tensor).reshape(-1, 1, tensor.shape[-1], 1)
+    n, c, *s = tensor.shape
+    return _wide(tensor).reshape(n, groups, c // groups, math.prod(s))
+
+
+def _statistic(tensor: Tensor, groups: int | None) -> Tensor:
+    """A statistic against the grouped ``x``."""
+    return _wide(tensor).reshape(-1, groups or 1, 1, 1)
+
+
+def _from_input(
+    gs: Gs, wrt: Mask, saved: Saved, shapes: Shapes, groups: int | None, *, centered: bool = True
+) -> Grads:
+    """By ``xhat = (x - mean) * rstd``."""
+    xhat = rstd = weight = None
+    if wrt != {"bias"}:
+        rstd, xhat = _statistic(saved["rstd"], groups), _grouped(saved["x"], groups)
+        xhat = (xhat - _statistic(saved["mean"], groups) if centered else xhat) * rstd
+    if "x" in wrt and saved["weight"] is not None:
+        weight = _spread(saved["weight"], groups)
+    return _gradients(gs, groups, wrt, xhat, rstd, weight, shapes, centered=centered)
+
+
+def _from_output(
+    gs: Gs, wrt: Mask, saved: Saved, shapes: Shapes, groups: int | None, *, centered: bool = True
+) -> Grads:
+    """By ``xhat = (y - bias) / weight``."""
+    xhat = rstd = weight = None
+    if wrt != {"bias"}:
+        xhat = _grouped(saved["y"], groups)
+        if centered and saved["bias"] is not None:
+            xhat = xhat - _spread(saved["bias"], groups)
+        if saved["weight"] is not None:
+            weight = _spread(saved["weight"], groups)
+            xhat = xhat / weight
+    if "x" in wrt:
+        rstd = _statistic(saved["rstd"], groups)
+    return _gradients(gs, groups, wrt, xhat, rstd, weight, shapes, centered=centered)
+
+
+# Layer normalization, over the last axis.
+
+
+def _layer_primal(x: Tensor, weight: Tensor | None, bias: Tensor | None, *, eps: float) -> Tensor:
+    return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+
+
+def _layer_fwd(
+    wrt: Mask, x: Tensor, weight: Tensor | None, bias: Tensor | None, *, eps: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    y, mean, rstd = torch.native_layer_norm(x, x.shape[-1:], weight, bias, eps)
+    return y, {"mean": mean, "rstd": rstd}
+
+
+def _layer_bwd(g: Tensor, wrt: Mask, saved: Saved, shapes: Shapes, *, eps: float) -> Grads:
+    if wrt == {"bias"}:
+        return {"bias": _like(_grouped(g, None).sum((0, 3)), shapes, "bias")}
+    mask = ["x" in wrt, "weight" in wrt, "bias" in wrt]
+    # Of the bias, the kernel asks whether there is one. Without a weight, its own derivative leaves
+    # the bias out.
+    bias, weight = shapes["bias"], saved["weight"] if "x" in wrt else None
+    if bias is not None:
+        bias = g.new_empty(1, dtype=bias.dtype).expand(bias.shape)
+    like = shapes["weight"] or shapes["bias"]
+    if weight is None and like is not None:
+        weight = torch.ones(like.shape, dtype=like.dtype, device=g.device)
+    # Stock's op: its own derivative accounts for mean and rstd being functions of x.
+    grads = torch.ops.aten.native_layer_norm_backward(
+        g, saved["x"], g.shape[-1:], saved["mean"], saved["rstd"], weight, bias, mask
+    )
+    return {n: grad for n, grad in zip(("x", "weight", "bias"), grads, strict=True) if n in wrt}
+
+
+def _layer_bwd_from_output(gs: Gs, wrt: Mask, saved: Saved, shapes: Shapes, *, eps: float) -> Grads:
+    return _from_output(gs, wrt, saved, shapes, None)
+
+
+def _rstd_only(fwd: Any) -> Any:
+    """The forward of a row from ``y``, which reads no mean."""
+
+    def fwd_of_output(*args: Any, **options: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        y, extras = fwd(*args, **options)
+        return y, {"rstd": extras["rstd"]}
+
+    return fwd_of_output
+
+
+_layer_norm = define(spec.LAYER_NORM, _layer_primal, _layer_bwd, _layer_fwd)
+_layer_norm_from_output = define(
+    spec.LAYER_NORM_FROM_OUTPUT,
+    _layer_primal,
+    _layer_bwd_from_output,
+    _rstd_only(_layer_fwd),
+    smooth=True,
+)
+
+
+# Group normalization.
+
+
+def _group_primal(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, *, num_groups: int, eps: float
+) -> Tensor:
+    return F.group_norm(x, num_groups, weight, bias, eps)
+
+
+def _group_fwd(
+    wrt: Mask,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    *,
+    num_groups: int,
+    eps: float,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    if x.ndim < 2 or x.shape[1] % num_groups or x.numel() in (0, num_groups):
+        y = _group_primal(x, weight, bias, num_groups=num_groups, eps=eps)  # or stock's error
+        empty = y.new_zeros(x.shape[0], num_groups)
+        return y, {"mean": empty, "rstd": empty.clone()}
+    n, c, places = x.shape[0], x.shape[1], math.prod(x.shape[2:])
+    # The kernel takes these for granted.
+    if _memory_format(x) is None:
+        x = x.contiguous()
+    weight, bias = (None if v is None else v.contiguous() for v in (weight, bias))
+    y, mean, rstd = torch.native_group_norm(x, weight, bias, n, c, places, num_groups, eps)
+    return y, {"mean": mean, "rstd": rstd}
+
+
+def _memory_format(x: Tensor) -> torch.memory_format | None:
+    """A format that stores the channels last, if the tensor has it."""
+    memory_format = FORMATS.get(x.ndim, torch.contiguous_format)
+    return memory_format if x.is_contiguous(memory_format=memory_format) else None
+
+
+def _group_bwd(
+    gs: Gs, wrt: Mask, saved: Saved, shapes: Shapes, *, num_groups: int, eps: float
+) -> Grads:
+    return _formatted(_from_input(gs, wrt, saved, shapes, num_groups), shapes)
+
+
+def _group_bwd_from_output(
+    gs: Gs, wrt: Mask, saved: Saved, shapes: Shapes, *, num_groups: int, eps: float
+) -> Grads:
+    return _formatted(_from_output(gs, wrt, saved, shapes, num_groups), shapes)
+
+
+_group_norm = define(spec.GROUP_NORM, _group_primal, _group_bwd, _group_fwd, smooth=True)
+_group_norm_from_output = define(
+    spec.GROUP_NORM_FROM_OUTPUT,
+    _group_primal,
+    _group_bwd_from_output,
+    _rstd_only(_group_fwd),
+    smooth=True,
+)
+
+
+# Instance normalization: each channel of each example is a group.
+
+
+def _instance_primal(
+    x: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    *,
+    momentum: float,
+    eps: float,
+) -> Tensor:
+    return F.instance_norm(x, running_mean, running_var, weight, bias, True, momentum, eps)
+
+
+def _instance_fwd(
+    wrt: Mask,
+    x: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    *,
+    momentum: float,
+    eps: float,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    args = (running_mean, running_var, weight, bias)
+    if x.ndim < 2 or x.shape[2:].numel() < 2 or not x.numel():
+        y = _instance_primal(x, *args, momentum=momentum, eps=eps)  # or stock's error
+        empty = y.new_zeros(x.shape[:2])
+        return y, {"mean": empty, "rstd": empty.clone()}
+    # As torch does it: batch normalization of one example that has all channels.
+    n = x.shape[0]
+    mean, var, weight, bias = (None if v is None else v.repeat(n) for v in args)
+    y, *statistics = torch.ops.aten._batch_norm_impl_index(
+        _as_one(x), weight, bias, mean, var, True, momentum, eps, torch.backends.cudnn.enabled
+    )[:3]
+    for running, updated in ((running_mean, mean), (running_var, var)):
+        if running is not None and updated is not None:
+            running.copy_(updated.view(n, -1).mean(0))
+    extras = {"mean": statistics[0].view(n, -1), "rstd": statistics[1].view(n, -1)}
+    return y.view(x.shape), extras
+
+
+def _as_one(x: Tensor) -> Tensor:
+    """All channels of all examples as those of one."""
+    return x.contiguous().view(1, -1, *x.shape[2:])
+
+
+def _instance_bwd(
+    g: Tensor, wrt: Mask, saved: Saved, shapes: Shapes, *, momentum: float, eps: float
+) -> Grads:
+    n, like = g.shape[0], shapes["weight"] or shapes["bias"]
+    if wrt == {"bias"}:
+        return {"bias": _like(_grouped(g, g.shape[1]).sum((0, 3)), shapes, "bias")}
+    weight = saved["weight"] if "x" in wrt else None
+    if weight is None and like is not None:
+        weight = torch.ones(like.shape, dtype=like.dtype, device=g.device)
+    mean, rstd = saved["mean"].flatten(), saved["rstd"].flatten()
+    mask = ["x" in wrt, "weight" in wrt, "bias" in wrt]
+    dx, dweight, dbias = torch.ops.aten.native_batch_norm_backward(
+        g.reshape(1, -1, *g.shape[2:]),
+        _as_one(saved["x"]),
+        None if weight is None else weight.repeat(n),
+        None,
+        None,
+        mean,
+        rstd,
+        True,
+        eps,
+        mask,
+    )
+    grads = {}
+    if "x" in wrt:
+        grads["x"] = dx.view(g.shape)
+    if "weight" in wrt:
+        grads["weight"] = _like(dweight.view(n, -1).sum(0), shapes, "weight")
+    if "bias" in wrt:
+        grads["bias"] = _like(dbias.view(n, -1).sum(0), shapes, "bias")
+    return grads
+
+
+def _instance_bwd_from_output(
+    gs: Gs, wrt: Mask, saved: Saved, shapes: Shapes, *, momentum: float, eps: float
+) -> Grads:
+    like = shapes["x"]
+    assert like is not None
+    return _from_output(gs, wrt, saved, shapes, like.shape[1])
+
+
+_instance_norm = define(spec.INSTANCE_NORM, _instance_primal, _instance_bwd, _instance_fwd)
+_instance_norm_from_output = define(
+    spec.INSTANCE_NORM_FROM_OUTPUT,
+    _instance_primal,
+    _instance_bwd_from_output,
+    _rstd_only(_instance_fwd),
+    smooth=True,
+)
+
+
+# RMS normalization, over the last axis, by the square root of the mean square.
+
+
+def _rms_primal(x: Tensor, weight: Tensor | None, *, eps: float | None) -> Tensor:
+    return F.rms_norm(x, x.shape[-1:], weight, eps)
+
+
+def _rms_fwd(
+    wrt: Mask, x: Tensor, weight: Tensor | None, *, eps: float | None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    if weight is None or (weight.dtype, weight.shape) == (x.dtype, x.shape[-1:]):
+        y, rstd = torch.ops.aten._fused_rms_norm(x, x.shape[-1:], weight, eps)
+        return y, {"rstd": rstd.squeeze(-1)}
+    wide = _wide(x)
+    eps = torch.finfo(wide.dtype).eps if eps is None else eps
+    rstd = wide.square().mean(-1).add_(eps).rsqrt_()
+    return _rms_primal(x, weight, eps=eps), {"rstd": rstd}
+
+
+def _rms_bwd(gs: Gs, wrt: Mask, saved: Saved, shapes: Shapes, *, eps: float | None) -> Grads:
+    return _formatted(_from_input(gs, wrt, saved, shapes, None, centered=False), shapes)
+
+
+def _rms_bwd_from_output(
+    gs: Gs, wrt: Mask, saved: Saved, shapes: Shapes, *, eps: float | None
+) -> Grads:
+    return _formatted(_from_output(gs, wrt, saved, shapes, None, centered=False), shapes)
+
+
+_rms_norm = define(spec.RMS_NORM, _rms_primal, _rms_bwd, _rms_fwd, smooth=True)
+_rms_norm_from_output = define(
+    spec.RMS_NORM_FROM_OUTPUT, _rms_primal, _rms_bwd_from_output, _rms_fwd, smooth=True
+)
+
+
+# The functions.
+
+
+def _over_last(
+    input: Tensor, normalized_shape: Sequence[int], *params: Tensor | None
+) -> tuple[Any, ...] | None:
+    """The input and parameters with the normalized axes as one; None where stock is to raise."""
+    dims = len(normalized_shape)
+    shape = tuple(normalized_shape)
+    if not dims or tuple(input.shape[-dims:]) != shape:
+        return None
+    if any(param is not None and tuple(param.shape) != shape for param in params):
+        return None
+    if dims == 1:
+        return input, *params
+    return input.flatten(-dims), *[None if param is None else param.flatten() for param in params]
+
+
+def _shaped(y: Tensor, input: Tensor) -> Tensor:
+    return y if y.ndim == input.ndim else y.view(input.shape)
+
+
+def layer_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    """As :func:`torch.nn.functional.layer_norm`. Keeps the input and two numbers per group for the
+    gradients of input and weight, nothing for that of the bias.
+
+    Args:
+        input: ``(*, *normalized_shape)``.
+        weight, bias: ``normalized_shape`` or ``None``.
+    """
+    flat = _over_last(input, normalized_shape, weight, bias)
+    if flat is None:
+        return F.layer_norm(input, normalized_shape, weight, bias, eps)  # type: ignore[arg-type]
+    return _shaped(_layer_norm(*flat, eps=eps), input)
+
+
+def rms_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+) -> Tensor:
+    """As :func:`torch.nn.functional.rms_norm`. Keeps the input and one number per group.
+
+    Args:
+        input: ``(*, *normalized_shape)``.
+        weight: ``normalized_shape`` or ``None``.
+    """
+    flat = _over_last(input, normalized_shape, weight)
+    if flat is None:
+        return F.rms_norm(input, normalized_shape, weight, eps)  # type: ignore[arg-type]
+    return _shaped(_rms_norm(*flat, eps=eps), input)
+
+
+def group_norm(
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    """As :func:`torch.nn.functional.group_norm`. Keeps the input and two numbers per group for the
+    gradients of input and weight, nothing for that of the bias.
+
+    Args:
+        input: ``(n, c, *)``.
+        weight, bias: ``(c,)`` or ``None``.
+    """
+    return _group_norm(input, weight, bias, num_groups=num_groups, eps=eps)
+
+
+def instance_norm(
+    input: Tensor,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """As :func:`torch.nn.functional.instance_norm`. Keeps the input and two numbers per channel of
+    each example for the gradients of input and weight, nothing for that of the bias. With the
+    running statistics, as :func:`batch_norm`.
+
+    Args:
+        input: ``(n, c, *)``.
+        running_mean, running_var, weight, bias: ``(c,)`` or ``None``.
+    """
+    params = (running_mean, running_var, weight, bias)
+    if not use_input_stats:
+        return batch_norm(input, *params, False, momentum, eps)
+    return _instance_norm(input, *params, momentum=momentum, eps=eps)
+
+
+#: Of rows from y: whether the parameters tell the input's part of it, by the weight.
+_checked = WeakIdKeyDictionary()
+#: How many times larger than the weight the bias may be: xhat loses as many bits as this has.
+LARGEST_RATIO = 16
+
+
+def _invertible(input: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
+    """Whether ``xhat`` can be read off ``y``: its dtype is wide, and no weight is zero, or small
+    beside its bias.
+
+    Looked up once per value of the parameters. (On an accelerator it waits for the device.)
+    """
+    if input.dtype not in (torch.float32, torch.float64) or not torch.is_grad_enabled():
+        return False
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+        return False  # values are not known
+    if isinstance(input, FakeTensor) or input.is_meta:
+        return True  # as if they were like those of a trained model
+    if weight is None:
+        return bias is None
+    if bias is None:
+        bias = weight.new_zeros(())
+    state = (weight._version, id(bias), bias._version)
+    known = _checked.get(weight)
+    if known is None or known[0] != state:
+        with torch.no_grad():
+            small = (weight == 0) | (bias.abs() > LARGEST_RATIO * weight.abs())
+        known = _checked[weight] = (state, not bool(small.any()))
+    return known[1]
+
+
+@drop_in(spec.LAYER_NORM)
+class LayerNorm(nn.LayerNorm):
+    """As :class:`torch.nn.LayerNorm`. Keeps its input, or nothing for the bias alone."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
+
+
+@drop_in(spec.LAYER_NORM_FROM_OUTPUT)
+class LayerNormFromOutput(nn.LayerNorm):
+    """As :class:`torch.nn.LayerNorm`. Keeps its output, free where the next layer does; its input
+    where a weight is zero or small beside its bias, or the dtype is of less than 32 bits.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        flat = _over_last(input, self.normalized_shape, self.weight, self.bias)
+        if flat is None or not _invertible(input, self.weight, self.bias):
+            return layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
+        return _shaped(_layer_norm_from_output(*flat, eps=self.eps), input)
+
+
+@drop_in(spec.RMS_NORM)
+class RMSNorm(nn.RMSNorm):
+    """As :class:`torch.nn.RMSNorm`. Keeps its input, once."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.normalized_shape, self.weight, self.eps)
+
+
+@drop_in(spec.RMS_NORM_FROM_OUTPUT)
+class RMSNormFromOutput(nn.RMSNorm):
+    """As :class:`torch.nn.RMSNorm`. Keeps its output; its input where a weight is zero, or the
+    dtype is of less than 32 bits.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = _over_last(x, self.normalized_shape, self.weight)
+        if flat is None or not _invertible(x, self.weight, None):
+            return rms_norm(x, self.normalized_shape, self.weight, self.eps)
+        return _shaped(_rms_norm_from_output(*flat, eps=self.eps), x)
+
+
+@drop_in(spec.GROUP_NORM)
+class GroupNorm(nn.GroupNorm):
+    """As :class:`torch.nn.GroupNorm`. Keeps its input, or nothing for the bias alone."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return group_norm(input, self.num_groups, self.weight, self.bias, self.eps)
+
+
+@drop_in(spec.GROUP_NORM_FROM_OUTPUT)
+class GroupNormFromOutput(nn.GroupNorm):
+    """As :class:`torch.nn.GroupNorm`. Keeps its output, free where the next layer does; its input
+    where a weight is zero or small beside its bias, or the dtype is of less than 32 bits.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not _invertible(input, self.weight, self.bias):
+            return group_norm(input, self.num_groups, self.weight, self.bias, self.eps)
+        options = {"num_groups": self.num_groups, "eps": self.eps}
+        return _group_norm_from_output(input, self.weight, self.bias, **options)
+
+
+def _apply_instance_norm(self: Any, input: Tensor) -> Tensor:
+    """What the stock module does once it has checked its input."""
+    return instance_norm(
+        input,
+        self.running_mean,
+        self.running_var,
+        self.weight,
+        self.bias,
+        self.training or not self.track_running_stats,
+        0.0 if self.momentum is None else self.momentum,
+        self.eps,
+    )
+
+
+@drop_in(spec.INSTANCE_NORM, spec.BATCH_NORM_EVAL)
+class InstanceNorm1d(nn.InstanceNorm1d):
+    """As :class:`torch.nn.InstanceNorm1d`. Keeps its input, or nothing for the bias alone."""
+
+    _apply_instance_norm = _apply_instance_norm  # type: ignore[assignment]
+
+
+@drop_in(spec.INSTANCE_NORM, spec.BATCH_NORM_EVAL)
+class InstanceNorm2d(nn.InstanceNorm2d):
+    """As :class:`torch.nn.InstanceNorm2d`. Keeps its input, or nothing for the bias alone."""
+
+    _apply_instance_norm = _apply_instance_norm  # type: ignore[assignment]
+
+
+@drop_in(spec.INSTANCE_NORM, spec.BATCH_NORM_EVAL)
+class InstanceNorm3d(nn.InstanceNorm3d):
+    """As :class:`torch.nn.InstanceNorm3d`. Keeps its input, or nothing for the bias alone."""
+
+    _apply_instance_norm = _apply_instance_norm  # type: ignore[assignment]

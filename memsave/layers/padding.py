@@ -1,0 +1,96 @@
+"""Padding by reflection and replication, whose gradient depends on shapes alone; torch keeps the
+input to know its shape. (Of constant and circular padding it keeps nothing.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .. import spec
+from ..function import Grads, Mask, Saved, Shapes, define
+from .module import drop_in
+from .shape import in_format, placeholder
+
+
+def _primal(x: Tensor, *, pad: Sequence[int], mode: str) -> Tensor:
+    return F.pad(x, pad, mode)  # type: ignore[arg-type]
+
+
+def _bwd(
+    g: Tensor, wrt: Mask, saved: Saved, shapes: Shapes, *, pad: Sequence[int], mode: str
+) -> Grads:
+    kind = {"reflect": "reflection", "replicate": "replication"}[mode]
+    backward = getattr(torch.ops.aten, f"{kind}_pad{len(pad) // 2}d_backward")
+    dx = backward(g, placeholder(g, shapes["x"]), pad)
+    return {"x": in_format(dx, shapes["x"])}
+
+
+def _stock_keeps(wrt: Mask, *, pad: Sequence[int], mode: str) -> tuple[str, ...]:
+    return () if mode == "circular" else ("x",)
+
+
+_pad = define(spec.PAD, _primal, _bwd, stock_keeps=_stock_keeps)
+
+
+def pad(
+    input: Tensor, pad: Sequence[int], mode: str = "constant", value: float | None = None
+) -> Tensor:
+    """As :func:`torch.nn.functional.pad`. Keeps nothing."""
+    if mode not in ("reflect", "replicate"):
+        return F.pad(input, pad, mode, value)  # type: ignore[arg-type]
+    return _pad(input, pad=pad, mode=mode)
+
+
+def _reflect(self: Any, input: Tensor) -> Tensor:
+    return pad(input, self.padding, "reflect")
+
+
+def _replicate(self: Any, input: Tensor) -> Tensor:
+    return pad(input, self.padding, "replicate")
+
+
+@drop_in(spec.PAD)
+class ReflectionPad1d(nn.ReflectionPad1d):
+    """As :class:`torch.nn.ReflectionPad1d`. Keeps nothing."""
+
+    forward = _reflect
+
+
+@drop_in(spec.PAD)
+class ReflectionPad2d(nn.ReflectionPad2d):
+    """As :class:`torch.nn.ReflectionPad2d`. Keeps nothing."""
+
+    forward = _reflect
+
+
+@drop_in(spec.PAD)
+class ReflectionPad3d(nn.ReflectionPad3d):
+    """As :class:`torch.nn.ReflectionPad3d`. Keeps nothing."""
+
+    forward = _reflect
+
+
+@drop_in(spec.PAD)
+class ReplicationPad1d(nn.ReplicationPad1d):
+    """As :class:`torch.nn.ReplicationPad1d`. Keeps nothing."""
+
+    forward = _replicate
+
+
+@drop_in(spec.PAD)
+class ReplicationPad2d(nn.ReplicationPad2d):
+    """As :class:`torch.nn.ReplicationPad2d`. Keeps nothing."""
+
+    forward = _replicate
+
+
+@drop_in(spec.PAD)
+class ReplicationPad3d(nn.ReplicationPad3d):
+    """As :class:`torch.nn.ReplicationPad3d`. Keeps nothing."""
+
+    forward = _replicate

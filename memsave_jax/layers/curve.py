@@ -1,0 +1,266 @@
+"""Activations that are curves: their gradients read the input or the output, once.
+
+From the input, backward computes again what else it needs, element by element.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from memsave import spec
+from memsave.spec import Layer
+
+from ..function import Grads, Mask, Saved, Shapes, define
+
+Function = Callable[..., Any]
+SELU_SCALE, SELU_ALPHA = 1.0507009873554804934193349852946, 1.6732632423543772848170429916717
+
+
+def _as_kept(array: Array) -> Array:
+    """Behind a barrier: XLA does not see what it was computed from, nor what else was, from it.
+
+    It could keep these as well, or instead.
+    """
+    return lax.optimization_barrier(array)
+
+
+def _from_input(row: Layer, primal: Function) -> Function:
+    """The gradient is stock's, of the input."""
+
+    def bwd(g: Array, wrt: Mask, saved: Saved, shapes: Shapes, **options: Any) -> Grads:
+        x = _as_kept(saved["x"])
+        return {"x": jax.vjp(partial(primal, **options), x)[1](g)[0]}
+
+    return define(row, primal, bwd)
+
+
+def _from_output(row: Layer, primal: Function, gradient: Function) -> Function:
+    """The gradient is ``gradient(g, y)``."""
+
+    def bwd(g: Array, wrt: Mask, saved: Saved, shapes: Shapes, **options: Any) -> Grads:
+        return {"x": gradient(g, saved["y"], **options)}
+
+    return define(row, primal, bwd)
+
+
+def _softmax_primal(x: Array, *, dim: Any = -1) -> Array:
+    return jax.nn.softmax(x, axis=dim)
+
+
+def _softmax_bwd(g: Array, wrt: Mask, saved: Saved, shapes: Shapes, *, dim: Any = -1) -> Grads:
+    weighted = g * saved["y"]
+    return {"x": weighted - saved["y"] * weighted.sum(dim, keepdims=True)}
+
+
+def _log_softmax_primal(x: Array, *, dim: Any = -1) -> Array:
+    return jax.nn.log_softmax(x, axis=dim)
+
+
+def _log_softmax_bwd(g: Array, wrt: Mask, saved: Saved, shapes: Shapes, *, dim: Any = -1) -> Grads:
+    return {"x": g - jnp.exp(saved["y"]) * g.sum(dim, keepdims=True)}
+
+
+def _softplus_primal(x: Array, *, beta: float = 1.0, threshold: float = math.inf) -> Array:
+    """JAX's, and PyTorch's, which is ``x`` above the threshold."""
+    y = jax.nn.softplus(x) if beta == 1 else jax.nn.softplus(beta * x) / beta
+    return y if threshold == math.inf else jnp.where(beta * x > threshold, x, y)
+
+
+def _gelu_primal(x: Array, *, approximate: str = "tanh") -> Array:
+    return jax.nn.gelu(x, approximate=approximate == "tanh")
+
+
+def _tanhshrink_primal(x: Array) -> Array:
+    return x - jnp.tanh(x)
+
+
+def _glu_primal(x: Array, *, dim: int = -1) -> Array:
+    return jax.nn.glu(x, axis=dim)
+
+
+def _tanh_gradient(g: Array, y: Array) -> Array:
+    half = g * (1 - y)  # as stock, also where g is infinite
+    return half + half * y
+
+
+def _elu_gradient(g: Array, y: Array, *, alpha: float = 1.0) -> Array:
+    return g * jnp.where(y > 0, 1, y + alpha)
+
+
+def _celu_gradient(g: Array, y: Array, *, alpha: float = 1.0) -> Array:
+    return g * jnp.where(y > 0, 1, y / alpha + 1)
+
+
+def _selu_gradient(g: Array, y: Array) -> Array:
+    return g * jnp.where(y > 0, SELU_SCALE, y + SELU_SCALE * SELU_ALPHA)
+
+
+def _softplus_gradient(
+    g: Array, y: Array, *, beta: float = 1.0, threshold: float = math.inf
+) -> Array:
+    return g * -jnp.expm1(-beta * y)  # which above the threshold is g, to rounding
+
+
+_sigmoid = _from_output(spec.SIGMOID, jax.nn.sigmoid, lambda g, y: g * (y * (1 - y)))
+_tanh = _from_output(spec.TANH, jnp.tanh, _tanh_gradient)
+_softmax = define(spec.SOFTMAX, _softmax_primal, _softmax_bwd)
+_log_softmax = define(spec.LOG_SOFTMAX, _log_softmax_primal, _log_softmax_bwd)
+_elu = _from_input(spec.ELU, jax.nn.elu)
+_elu_from_output = _from_output(spec.ELU_FROM_OUTPUT, jax.nn.elu, _elu_gradient)
+_celu = _from_input(spec.CELU, jax.nn.celu)
+_celu_from_output = _from_output(spec.CELU_FROM_OUTPUT, jax.nn.celu, _celu_gradient)
+_selu = _from_input(spec.SELU, jax.nn.selu)
+_selu_from_output = _from_output(spec.SELU_FROM_OUTPUT, jax.nn.selu, _selu_gradient)
+_softplus = _from_input(spec.SOFTPLUS, _softplus_primal)
+_softplus_from_output = _from_output(
+    spec.SOFTPLUS_FROM_OUTPUT, _softplus_primal, _softplus_gradient
+)
+_logsigmoid = _from_input(spec.LOGSIGMOID, jax.nn.log_sigmoid)
+_logsigmoid_from_output = _from_output(
+    spec.LOGSIGMOID_FROM_OUTPUT, jax.nn.log_sigmoid, lambda g, y: g * -jnp.expm1(y)
+)
+_gelu = _from_input(spec.GELU, _gelu_primal)
+_silu = _from_input(spec.SILU, jax.nn.silu)
+_mish = _from_input(spec.MISH, jax.nn.mish)
+_hardswish = _from_input(spec.HARDSWISH, jax.nn.hard_swish)
+_tanhshrink = _from_input(spec.TANHSHRINK, _tanhshrink_primal)
+_softsign = _from_input(spec.SOFTSIGN, jax.nn.soft_sign)
+_glu = _from_input(spec.GLU, _glu_primal)
+
+
+def sigmoid(x: Array) -> Array:
+    """As :func:`jax.nn.sigmoid`. Keeps its output.
+
+    Args:
+        x: Any shape and real dtype.
+    """
+    return _sigmoid(x)
+
+
+def tanh(x: Array) -> Array:
+    """As :func:`jax.numpy.tanh`. Keeps its output."""
+    return _tanh(x)
+
+
+def softmax(x: Array, axis: Any = -1, where: Array | None = None) -> Array:
+    """As :func:`jax.nn.softmax`. Keeps its output. With ``where`` it is stock.
+
+    Args:
+        x: Any shape and real dtype.
+        axis: An axis, several, or ``None`` for all.
+    """
+    return _softmax(x, dim=axis) if where is None else jax.nn.softmax(x, axis, where)
+
+
+def log_softmax(x: Array, axis: Any = -1, where: Array | None = None) -> Array:
+    """As :func:`jax.nn.log_softmax`. Keeps its output. With ``where`` it is stock.
+
+    Args:
+        x: Any shape and real dtype.
+        axis: An axis, several, or ``None`` for all.
+    """
+    return _log_softmax(x, dim=axis) if where is None else jax.nn.log_softmax(x, axis, where)
+
+
+def _is_positive(alpha: Any) -> bool:
+    """A number (not an array), with which ``y`` has the sign of ``x``."""
+    return isinstance(alpha, int | float) and alpha > 0
+
+
+def elu(x: Array, alpha: Any = 1.0) -> Array:
+    """As :func:`jax.nn.elu`. Keeps ``x``. With an array for ``alpha`` it is stock."""
+    if not isinstance(alpha, int | float):
+        return jax.nn.elu(x, alpha)
+    return _elu(x, alpha=alpha)
+
+
+def elu_from_output(x: Array, alpha: Any = 1.0) -> Array:
+    """As :func:`jax.nn.elu`. Keeps its output. It is stock unless ``alpha > 0``."""
+    return _elu_from_output(x, alpha=alpha) if _is_positive(alpha) else jax.nn.elu(x, alpha)
+
+
+def celu(x: Array, alpha: Any = 1.0) -> Array:
+    """As :func:`jax.nn.celu`. Keeps ``x``. With an array for ``alpha`` it is stock."""
+    if not isinstance(alpha, int | float):
+        return jax.nn.celu(x, alpha)
+    return _celu(x, alpha=alpha)
+
+
+def celu_from_output(x: Array, alpha: Any = 1.0) -> Array:
+    """As :func:`jax.nn.celu`. Keeps its output. It is stock unless ``alpha > 0``."""
+    return _celu_from_output(x, alpha=alpha) if _is_positive(alpha) else jax.nn.celu(x, alpha)
+
+
+def selu(x: Array) -> Array:
+    """As :func:`jax.nn.selu`. Keeps ``x``, of any shape and real dtype."""
+    return _selu(x)
+
+
+def selu_from_output(x: Array) -> Array:
+    """As :func:`jax.nn.selu`. Keeps its output."""
+    return _selu_from_output(x)
+
+
+def softplus(x: Array) -> Array:
+    """As :func:`jax.nn.softplus`. Keeps ``x``, of any shape and real dtype."""
+    return _softplus(x)
+
+
+def softplus_from_output(x: Array) -> Array:
+    """As :func:`jax.nn.softplus`. Keeps its output."""
+    return _softplus_from_output(x)
+
+
+def log_sigmoid(x: Array) -> Array:
+    """As :func:`jax.nn.log_sigmoid`. Keeps ``x``, of any shape and real dtype."""
+    return _logsigmoid(x)
+
+
+def log_sigmoid_from_output(x: Array) -> Array:
+    """As :func:`jax.nn.log_sigmoid`. Keeps its output."""
+    return _logsigmoid_from_output(x)
+
+
+def gelu(x: Array, approximate: bool = True) -> Array:
+    """As :func:`jax.nn.gelu`. Keeps ``x``, of any shape and real dtype."""
+    return _gelu(x, approximate="tanh" if approximate else "none")
+
+
+def silu(x: Array) -> Array:
+    """As :func:`jax.nn.silu`. Keeps ``x``, of any shape and real dtype."""
+    return _silu(x)
+
+
+def mish(x: Array) -> Array:
+    """As :func:`jax.nn.mish`. Keeps ``x``, of any shape and real dtype."""
+    return _mish(x)
+
+
+def hard_silu(x: Array) -> Array:
+    """As :func:`jax.nn.hard_silu`. Keeps ``x``, of any shape and real dtype."""
+    return _hardswish(x)
+
+
+swish, hard_swish = silu, hard_silu
+
+
+def tanh_shrink(x: Array) -> Array:
+    """As :func:`torch.nn.functional.tanhshrink`. Keeps ``x``, of any shape and real dtype."""
+    return _tanhshrink(x)
+
+
+def soft_sign(x: Array) -> Array:
+    """As :func:`jax.nn.soft_sign`. Keeps ``x``, of any shape and real dtype."""
+    return _softsign(x)
+
+
+def glu(x: Array, axis: int = -1) -> Array:
+    """As :func:`jax.nn.glu`. Keeps ``x``, of any shape that is even along the axis."""
+    return _glu(x, dim=axis)

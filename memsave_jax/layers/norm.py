@@ -1,0 +1,330 @@
+"""Normalization by statistics of each example, ``y = (x - mean) * rstd * weight + bias``.
+
+Over the features (layer norm), over groups of channels (group norm), over one channel (instance
+norm), or by the root mean square alone, without mean and bias. As in ``batch_norm.py`` the gradient
+is affine in the incoming one, and no array of the size of ``x`` is made from ``x`` alone, which XLA
+could keep. Rows "from output" know that ``(y - bias) / weight`` is what ``x`` became.
+
+Index legend: n batch, i features, c channels, s spatial axes, g groups of channels; features and
+channels come last.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from memsave import spec
+from memsave.spec import Layer
+
+from ..function import Grads, Mask, Saved, Shapes, define
+from .batch_norm import squared, wide
+
+Function = Callable[..., Any]
+
+
+class View(NamedTuple):
+    """How the statistics lie in ``x``: its shape, maybe with the channels as (groups, group)."""
+
+    shape: tuple[int, ...]
+    reduced: tuple[int, ...]
+    features: int = 1
+
+    @property
+    def size(self) -> int:
+        """Elements per statistic."""
+        return math.prod(self.shape[a] for a in self.reduced)
+
+    def spread(self, statistic: Array) -> Array:
+        """To the shape that broadcasts."""
+        return jnp.expand_dims(statistic, self.reduced)
+
+    def parameter(self, vector: Array) -> Array:
+        """To the shape that broadcasts."""
+        return vector.reshape(self.shape[len(self.shape) - self.features :])
+
+    def total(self, array: Array) -> Array:
+        """Over each group, in the shape that broadcasts."""
+        return array.sum(self.reduced, keepdims=True)
+
+    def per_feature(self, array: Array) -> Array:
+        """The sum over all but the features."""
+        return array.sum(range(len(self.shape) - self.features))
+
+
+def _of_features(shape: tuple[int, ...], **_: Any) -> View:
+    return View(shape, (len(shape) - 1,))
+
+
+def _of_channels(shape: tuple[int, ...], **_: Any) -> View:
+    return View(shape, tuple(range(1, len(shape) - 1)))
+
+
+def _of_groups(shape: tuple[int, ...], *, num_groups: int, **_: Any) -> View:
+    *rest, channels = shape
+    if channels % num_groups:
+        raise ValueError(f"{channels} channels do not make {num_groups} groups")
+    split = (*rest, num_groups, channels // num_groups)
+    return View(split, (*range(1, len(rest)), len(rest) + 1), features=2)
+
+
+def _statistics(x: Array, view: View, row: Layer, dtype: Any, fast: bool) -> tuple[Any, Array]:
+    """Mean (``None`` of what is not centered) and variance, as Flax computes them."""
+    x = x.astype(jnp.promote_types(dtype or x.dtype, jnp.float32))
+    if row.op == "rms_norm":
+        return None, squared(x).mean(view.reduced)
+    mean = x.mean(view.reduced)
+    if fast:
+        return mean, jnp.maximum(0.0, squared(x).mean(view.reduced) - squared(mean))
+    return mean, squared(x - view.spread(mean)).mean(view.reduced)
+
+
+def _forward(
+    row: Layer,
+    view_of: Callable[..., View],
+    x: Array,
+    *others: Array | None,
+    eps: float,
+    dtype: Any = None,
+    use_fast_variance: bool = True,
+    **options: Any,
+) -> tuple[Array, dict[str, Array]]:
+    named = dict(zip(row.args, (x, *others), strict=True))
+    weight, bias = named["weight"], named.get("bias")
+    view = view_of(x.shape, **options)
+    of_groups = x.reshape(view.shape)
+    mean, var = _statistics(of_groups, view, row, dtype, use_fast_variance)
+    rstd = lax.rsqrt(var + eps)
+    # The order of the operations is Flax's, for the last bit.
+    scale = view.spread(rstd)
+    if weight is not None:
+        scale = scale * view.parameter(weight)
+    y = (of_groups if mean is None else of_groups - view.spread(mean)) * scale
+    if bias is not None:
+        y = y + view.parameter(bias)
+    present = [array for array in (x, weight, bias) if array is not None]
+    y = jnp.asarray(y.reshape(x.shape), dtype or jnp.result_type(*present))
+    extras = {"mean": mean, "rstd": rstd}
+    return y, {name: extras[name] for name in row.extras}
+
+
+def _bwd(
+    view_of: Callable[..., View],
+    centers: bool,
+    g: Array,
+    wrt: Mask,
+    saved: Saved,
+    shapes: Shapes,
+    *,
+    use_fast_variance: bool = True,
+    **options: Any,
+) -> Grads:
+    view = view_of(g.shape, **options)
+    g = wide(g).reshape(view.shape)
+    grads = {}
+    if "bias" in wrt:
+        grads["bias"] = view.per_feature(g).reshape(shapes["bias"].shape)
+    if wrt <= {"bias"}:
+        return grads
+    x, rstd = saved["x"].astype(g.dtype).reshape(view.shape), view.spread(saved["rstd"])
+    mean = view.spread(saved["mean"]) if centers else None
+    # As stable as forward: with the fast variance, mean and spread of x are told apart at the end.
+    if mean is not None and not use_fast_variance:
+        x, mean = x - mean, jnp.zeros_like(mean)
+    g = g * rstd
+    if "weight" in wrt:
+        grad = view.per_feature(g * x)
+        grad = grad if mean is None else grad - view.per_feature(g * mean)
+        grads["weight"] = grad.reshape(shapes["weight"].shape)
+    if "x" in wrt:
+        g = g if saved["weight"] is None else g * view.parameter(saved["weight"])
+        total, correlation = view.total(g), view.total(g * x)
+        if mean is None:
+            dx = g - lax.square(rstd) * correlation / view.size * x
+        else:
+            slope = -lax.square(rstd) * (correlation - mean * total) / view.size
+            dx = g + slope * x + (-total / view.size - slope * mean)
+        grads["x"] = dx.reshape(shapes["x"].shape)
+    return grads
+
+
+def _bwd_from_output(
+    view_of: Callable[..., View],
+    centers: bool,
+    g: Array,
+    wrt: Mask,
+    saved: Saved,
+    shapes: Shapes,
+    **options: Any,
+) -> Grads:
+    view = view_of(g.shape, **options)
+    g = wide(g).reshape(view.shape)
+    grads = {}
+    if "bias" in wrt:
+        grads["bias"] = view.per_feature(g).reshape(shapes["bias"].shape)
+    if wrt <= {"bias"}:
+        return grads
+    y = lax.optimization_barrier(saved["y"]).astype(g.dtype).reshape(view.shape)
+    if centers and saved["bias"] is not None:
+        y = y - view.parameter(saved["bias"])
+    weight = 1.0 if saved["weight"] is None else view.parameter(saved["weight"])
+    if "weight" in wrt:
+        grads["weight"] = (view.per_feature(g * y) / weight).reshape(shapes["weight"].shape)
+    if "x" in wrt:
+        correlation, g = view.total(g * y), g * weight
+        dx = g - correlation / view.size * y / weight
+        dx = dx - view.total(g) / view.size if centers else dx
+        grads["x"] = (dx * view.spread(saved["rstd"])).reshape(shapes["x"].shape)
+    return grads
+
+
+CHANNELS_LAST = {"x": "n *s c", "y": "n *s c"}
+
+
+def _define(row: Layer, view_of: Callable[..., View]) -> Function:
+    def primal(*args: Array | None, **options: Any) -> Array:
+        return _forward(row, view_of, *args, **options)[0]  # type: ignore[arg-type]
+
+    def fwd(wrt: Mask, *args: Array | None, **options: Any) -> tuple[Array, dict[str, Array]]:
+        return _forward(row, view_of, *args, **options)  # type: ignore[arg-type]
+
+    bwd = _bwd if row.name == row.op else _bwd_from_output
+    return define(
+        row,
+        primal,
+        partial(bwd, view_of, row.op != "rms_norm"),
+        fwd,
+        layout=CHANNELS_LAST if "c" in row.args["x"].split() else None,
+    )
+
+
+_layer_norm = _define(spec.LAYER_NORM, _of_features)
+_layer_norm_from_output = _define(spec.LAYER_NORM_FROM_OUTPUT, _of_features)
+_group_norm = _define(spec.GROUP_NORM, _of_groups)
+_group_norm_from_output = _define(spec.GROUP_NORM_FROM_OUTPUT, _of_groups)
+_instance_norm = _define(spec.INSTANCE_NORM, _of_channels)
+_instance_norm_from_output = _define(spec.INSTANCE_NORM_FROM_OUTPUT, _of_channels)
+_rms_norm = _define(spec.RMS_NORM, _of_features)
+_rms_norm_from_output = _define(spec.RMS_NORM_FROM_OUTPUT, _of_features)
+
+
+def _options(*, epsilon: float = 1e-6, **options: Any) -> dict[str, Any]:
+    """By the names of the table."""
+    return {"eps": epsilon, **options}
+
+
+def layer_norm(
+    x: Array,
+    scale: Array | None = None,
+    bias: Array | None = None,
+    *,
+    epsilon: float = 1e-6,
+    dtype: Any = None,
+    use_fast_variance: bool = True,
+) -> Array:
+    """The layer of :class:`flax.nnx.LayerNorm`, as a function.
+
+    Keeps ``x`` and two numbers per example for the gradients of ``x`` and ``scale``, nothing for
+    that of ``bias``.
+
+    Args:
+        x: ``(*, i)`` of any real dtype.
+        scale, bias: ``(i,)`` or ``None``.
+        epsilon, dtype, use_fast_variance: As in :class:`flax.nnx.LayerNorm`.
+    """
+    return _layer_norm(
+        x, scale, bias, eps=epsilon, dtype=dtype, use_fast_variance=use_fast_variance
+    )
+
+
+def layer_norm_from_output(
+    x: Array, scale: Array | None = None, bias: Array | None = None, **options: Any
+) -> Array:
+    """As :func:`layer_norm`. Keeps its output in place of ``x``; ``scale`` may have no zero."""
+    return _layer_norm_from_output(x, scale, bias, **_options(**options))
+
+
+def group_norm(
+    x: Array,
+    scale: Array | None = None,
+    bias: Array | None = None,
+    *,
+    num_groups: int = 32,
+    epsilon: float = 1e-6,
+    dtype: Any = None,
+    use_fast_variance: bool = True,
+) -> Array:
+    """The layer of :class:`flax.nnx.GroupNorm`, as a function.
+
+    Keeps ``x`` and two numbers per example and group for the gradients of ``x`` and ``scale``,
+    nothing for that of ``bias``.
+
+    Args:
+        x: ``(n, *, c)`` of any real dtype.
+        scale, bias: ``(c,)`` or ``None``.
+        num_groups, epsilon, dtype, use_fast_variance: As in :class:`flax.nnx.GroupNorm`.
+    """
+    options = {"num_groups": num_groups, "eps": epsilon, "dtype": dtype}
+    return _group_norm(x, scale, bias, use_fast_variance=use_fast_variance, **options)
+
+
+def group_norm_from_output(
+    x: Array, scale: Array | None = None, bias: Array | None = None, **options: Any
+) -> Array:
+    """As :func:`group_norm`. Keeps its output in place of ``x``; ``scale`` may have no zero."""
+    return _group_norm_from_output(x, scale, bias, **_options(**options))
+
+
+def instance_norm(
+    x: Array,
+    scale: Array | None = None,
+    bias: Array | None = None,
+    *,
+    epsilon: float = 1e-6,
+    dtype: Any = None,
+    use_fast_variance: bool = True,
+) -> Array:
+    """The layer of :class:`flax.nnx.InstanceNorm`, as a function.
+
+    Keeps ``x`` and two numbers per example and channel for the gradients of ``x`` and ``scale``,
+    nothing for that of ``bias``.
+
+    Args:
+        x: ``(n, *, c)`` of any real dtype.
+        scale, bias: ``(c,)`` or ``None``.
+        epsilon, dtype, use_fast_variance: As in :class:`flax.nnx.InstanceNorm`.
+    """
+    options = {"eps": epsilon, "dtype": dtype, "use_fast_variance": use_fast_variance}
+    return _instance_norm(x, None, None, scale, bias, **options)
+
+
+def instance_norm_from_output(
+    x: Array, scale: Array | None = None, bias: Array | None = None, **options: Any
+) -> Array:
+    """As :func:`instance_norm`. Keeps its output in place of ``x``; ``scale`` may have no zero."""
+    return _instance_norm_from_output(x, None, None, scale, bias, **_options(**options))
+
+
+def rms_norm(
+    x: Array, scale: Array | None = None, *, epsilon: float = 1e-6, dtype: Any = None
+) -> Array:
+    """The layer of :class:`flax.nnx.RMSNorm`, as a function.
+
+    Keeps ``x`` and a number per example.
+
+    Args:
+        x: ``(*, i)`` of any real dtype.
+        scale: ``(i,)`` or ``None``.
+        epsilon, dtype: As in :class:`flax.nnx.RMSNorm`.
+    """
+    return _rms_norm(x, scale, eps=epsilon, dtype=dtype)
+
+
+def rms_norm_from_output(x: Array, scale: Array | None = None, **options: Any) -> Array:
+    """As :func:`rms_norm`. Keeps its output in place of ``x``; ``scale`` may have no zero."""
+    return _rms_norm_from_output(x, scale, **_options(**options))
