@@ -35,8 +35,8 @@ class Result(NamedTuple):
     grads: dict[str, Array]
     drawn: float
 
-    def arrays(self) -> list[Array]:
-        return [*self.outputs, *self.args.values(), *self.grads.values()]
+    def results(self) -> list[Array]:
+        return [*self.outputs, *self.grads.values()]
 
 
 class Kept(NamedTuple):

@@ -32,7 +32,7 @@ FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 def in_format(gradient: Tensor, like: Like | None) -> Tensor:
     """The gradient with the channels last, if the tensor that it is of stores them so."""
     assert like is not None
-    if not is_plain_gradient(gradient):
+    if torch.compiler.is_compiling() or not is_plain_gradient(gradient):
         return gradient
     if gradient.ndim in FORMATS and channels_last(like, gradient.ndim - 2):
         return gradient.contiguous(memory_format=FORMATS[gradient.ndim])
