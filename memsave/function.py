@@ -50,7 +50,7 @@ class Rule(NamedTuple):
     bwd: Callable[..., Grads] | None
     fwd: Callable[..., tuple[Any, dict[str, Tensor]]]
     stock_keeps: Callable[..., Sequence[str]] | None
-    autocast: bool
+    autocast: bool | torch.dtype
     compiled: bool
     smooth: bool
 
@@ -75,7 +75,7 @@ def define(
     fwd: Callable[..., tuple[Any, dict[str, Tensor]]] | None = None,
     *,
     stock_keeps: Callable[..., Sequence[str]] | None = None,
-    autocast: bool = False,
+    autocast: bool | torch.dtype = False,
     compiled: bool = True,
     smooth: bool = False,
 ) -> Callable[..., Any]:
@@ -88,7 +88,8 @@ def define(
         fwd: Forward with the row's extras. Default: ``primal``, for rows without extras.
         stock_keeps: ``stock_keeps(wrt, **options)``: the residuals that the stock op keeps. Where
             they are those of the row, the stock op runs.
-        autocast: Whether torch's autocast casts this op's arguments to the lower precision.
+        autocast: Whether torch's autocast casts this op's arguments to the lower precision; or
+            the dtype that it casts them to on accelerators (on CPU it leaves such ops alone).
         compiled: Whether ``torch.compile`` traces the rule. ``False`` where it makes the saving
             by itself from the stock op.
         smooth: Whether ``bwd`` takes the gradients of the extras, too.
@@ -131,9 +132,9 @@ def differentiable(rule: Rule) -> Callable[..., Any]:
         if stock_keeps is not None and tuple(stock_keeps(wrt, **options)) == row.saves(wrt):
             y = primal(*args, **options)
             _notify(row, wrt, {**dict(zip(names, args, strict=True)), "y": _first(y)}, options)
-        elif rule.autocast and _autocast_dtype(args) is not None:
+        elif (dtype := _autocast_dtype(rule, args)) is not None:
             device = args[0].device.type
-            cast = _autocast(args)
+            cast = _autocast(args, dtype)
             with torch.autocast(device, enabled=False):
                 y = function.apply(wrt, options, *cast)
         else:
@@ -302,14 +303,24 @@ def _amp_enabled(device: str) -> bool:
     return device in _AUTOCAST and torch.is_autocast_enabled(device)
 
 
-def _autocast_dtype(args: tuple[Any, ...]) -> torch.dtype | None:
+#: Devices whose autocast does not widen norms.
+_NARROW = {"cpu"}
+
+
+def _autocast_dtype(rule: Rule, args: tuple[Any, ...]) -> torch.dtype | None:
+    """What autocast casts the arguments of a rule to, if it does."""
+    if not rule.autocast:
+        return None
     device = args[0].device.type
-    return torch.get_autocast_dtype(device) if _amp_enabled(device) else None
+    if not _amp_enabled(device):
+        return None
+    if isinstance(rule.autocast, bool):
+        return torch.get_autocast_dtype(device)
+    return None if device in _NARROW else rule.autocast
 
 
-def _autocast(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Cast as autocast does for ops of its lower-precision list: all floats but float64."""
-    dtype = _autocast_dtype(args)
+def _autocast(args: tuple[Any, ...], dtype: torch.dtype) -> tuple[Any, ...]:
+    """Cast as autocast does: all floats but float64."""
     return tuple(
         arg.to(dtype)
         if isinstance(arg, Tensor) and arg.is_floating_point() and arg.dtype != torch.float64

@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 import memsave
 import memsave.nn
+from memsave import function
 from memsave.spec import TABLE, Layer
 
 # torch compiles some of its forward-mode formulas with TorchScript, which warns.
@@ -118,6 +119,19 @@ def test_autocast_keeps_no_more_than_stock(row: Layer, half) -> None:
     for wrt in row.masks()[1:]:
         actual = min(kept(ours(other), wrt) for other in rows if wrt <= other.reads.keys())
         assert actual <= kept(stock(row), wrt)
+
+
+@pytest.mark.parametrize("name", ["layer_norm", "group_norm", "rms_norm"])
+def test_autocast_that_widens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it is on accelerators, where stock norms run in float32; on CPU stock's do not."""
+    monkeypatch.setattr(function, "_NARROW", set())
+    row = TABLE[name]
+    args = inputs(row, dtype=torch.bfloat16)
+    wide = [arg.detach().float().requires_grad_() for arg in args.values()]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        actual = outcome(ours(row), [*args.values()], **options(row))
+    expected = outcome(stock(row), wide, **options(row))
+    same(actual, [expected[0], *(grad.bfloat16() for grad in expected[1:])])
 
 
 @pytest.mark.parametrize("half", HALVES, ids=str)

@@ -180,12 +180,13 @@ def _rstd_only(fwd: Any) -> Any:
     return fwd_of_output
 
 
-_layer_norm = define(spec.LAYER_NORM, _layer_primal, _layer_bwd, _layer_fwd)
+_layer_norm = define(spec.LAYER_NORM, _layer_primal, _layer_bwd, _layer_fwd, autocast=torch.float32)
 _layer_norm_from_output = define(
     spec.LAYER_NORM_FROM_OUTPUT,
     _layer_primal,
     _layer_bwd_from_output,
     _rstd_only(_layer_fwd),
+    autocast=torch.float32,
     smooth=True,
 )
 
@@ -239,12 +240,15 @@ def _group_bwd_from_output(
     return _formatted(_from_output(gs, wrt, saved, shapes, num_groups), shapes)
 
 
-_group_norm = define(spec.GROUP_NORM, _group_primal, _group_bwd, _group_fwd, smooth=True)
+_group_norm = define(
+    spec.GROUP_NORM, _group_primal, _group_bwd, _group_fwd, autocast=torch.float32, smooth=True
+)
 _group_norm_from_output = define(
     spec.GROUP_NORM_FROM_OUTPUT,
     _group_primal,
     _group_bwd_from_output,
     _rstd_only(_group_fwd),
+    autocast=torch.float32,
     smooth=True,
 )
 
@@ -379,9 +383,16 @@ def _rms_bwd_from_output(
     return _formatted(_from_output(gs, wrt, saved, shapes, None, centered=False), shapes)
 
 
-_rms_norm = define(spec.RMS_NORM, _rms_primal, _rms_bwd, _rms_fwd, smooth=True)
+_rms_norm = define(
+    spec.RMS_NORM, _rms_primal, _rms_bwd, _rms_fwd, autocast=torch.float32, smooth=True
+)
 _rms_norm_from_output = define(
-    spec.RMS_NORM_FROM_OUTPUT, _rms_primal, _rms_bwd_from_output, _rms_fwd, smooth=True
+    spec.RMS_NORM_FROM_OUTPUT,
+    _rms_primal,
+    _rms_bwd_from_output,
+    _rms_fwd,
+    autocast=torch.float32,
+    smooth=True,
 )
 
 
