@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from . import functional, nn, spec
     from ._convert import Coverage, convert, coverage, revert
     from ._report import Report, report
+    from .layers.module import register, unregister
 
 __version__ = "0.1.0"
 __all__ = [
@@ -22,9 +23,11 @@ __all__ = [
     "coverage",
     "functional",
     "nn",
+    "register",
     "report",
     "revert",
     "spec",
+    "unregister",
 ]
 
 # Where each public name lives. (The files of functions are private: a submodule called "convert"
@@ -34,8 +37,10 @@ _HOMES = {
     "Report": "_report",
     "convert": "_convert",
     "coverage": "_convert",
+    "register": "layers.module",
     "report": "_report",
     "revert": "_convert",
+    "unregister": "layers.module",
 }
 
 

@@ -15,8 +15,8 @@ from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrize
 
-from . import nn as _  # noqa: F401 - registers the drop-ins
-from .layers.module import DROP_INS, ROWS, STOCK
+from . import extensions, nn as _  # noqa: F401 - registers the drop-ins
+from .layers.module import DROP_INS, ROWS, STOCK, offered
 from .spec import Layer
 
 logger = logging.getLogger("memsave")
@@ -81,6 +81,7 @@ def convert(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"convert needs a torch.nn.Module, got {type(model).__name__}")
+    extensions.load()
     plan = [
         (module, _choose(module, name, policy))
         for name, module in model.named_modules()
@@ -117,6 +118,7 @@ def coverage(model: nn.Module) -> Coverage:
 
     A layer is a module without children, or one of a class that derives from a stock layer.
     """
+    extensions.load()
     return Coverage(_entries(model))
 
 
@@ -150,7 +152,7 @@ def _defined_between(cls: type, base: type) -> set[str]:
 def _choose(module: nn.Module, name: str, policy: Policy | None) -> type[nn.Module]:
     stock = _stock_class(module)
     assert stock is not None
-    candidates = DROP_INS[stock]
+    candidates = offered(stock)
     if policy is None or len(candidates) == 1:
         return candidates[0]
     rows = tuple(ROWS[candidate][0] for candidate in candidates)
@@ -174,7 +176,7 @@ def _layer_class(module: nn.Module) -> type[nn.Module]:
 
 def _stock_class(module: nn.Module) -> type[nn.Module] | None:
     cls = _layer_class(module)
-    return cls if cls in DROP_INS else None
+    return cls if offered(cls) else None
 
 
 def _drop_in_class(module: nn.Module) -> type[nn.Module] | None:

@@ -1,4 +1,4 @@
-"""What makes a class a drop-in: which stock module it stands for, with which rows."""
+"""What makes a class a drop-in: which stock class it stands for, with which rows."""
 
 from __future__ import annotations
 
@@ -10,54 +10,125 @@ from torch import fx, nn
 
 from ..spec import Layer
 
-M = TypeVar("M", bound=type[nn.Module])
+Class = type[nn.Module]
+M = TypeVar("M", bound=Class)
 
 #: The drop-ins of each stock class; the first is the default.
-DROP_INS: dict[type[nn.Module], list[type[nn.Module]]] = {}
+DROP_INS: dict[Class, list[Class]] = {}
 #: The rows that a drop-in may run (BatchNorm has one per mode), and its stock class.
-ROWS: dict[type[nn.Module], tuple[Layer, ...]] = {}
-STOCK: dict[type[nn.Module], type[nn.Module]] = {}
+ROWS: dict[Class, tuple[Layer, ...]] = {}
+STOCK: dict[Class, Class] = {}
+#: Make drop-ins for classes that nobody has listed, if they can: ``recogniser(cls)`` registers
+#: one, or does nothing.
+RECOGNISERS: list[Callable[[Class], None]] = []
+_asked: set[Class] = set()
 
 
-def as_stock(stock: type[nn.Module], *rows: Layer) -> None:
+def offered(cls: Class) -> list[Class]:
+    """The drop-ins of a class, or nothing."""
+    if cls not in DROP_INS and cls not in _asked:
+        _asked.add(cls)
+        for recogniser in RECOGNISERS:
+            recogniser(cls)
+    return DROP_INS.get(cls, [])
+
+
+def recogniser(function: Callable[[Class], None]) -> Callable[[Class], None]:
+    """Decorator: have a function asked about every class that is not registered."""
+    RECOGNISERS.append(function)
+    _asked.clear()
+    return function
+
+
+def as_stock(stock: Class, *rows: Layer) -> None:
     """The stock class keeps what the rows say, so it is its own first drop-in."""
     DROP_INS.setdefault(stock, []).insert(0, stock)
     ROWS[stock] = rows
 
 
-def drop_in(*rows: Layer) -> Callable[[M], M]:
-    """Class decorator: the class replaces its base class wherever a model has exactly that.
+def register(*rows: Layer) -> Callable[[M], M]:
+    """Class decorator: :func:`memsave.convert` puts the class wherever a model has its base.
 
-    A drop-in adds no state to its base, so that swapping ``__class__`` converts an instance. Its
-    ``repr`` shows the package. ``torch.jit.script`` compiles the stock module in its place, and
-    ``torch.fx`` traces a call of it as it does one of the stock module: as one node.
+    ::
+
+        @memsave.register(memsave.spec.SWIGLU)
+        class MLP(my_package.MLP):
+            def forward(self, x):
+                return self.down(memsave.functional.swiglu(self.gate(x), self.up(x)))
+
+    The class replaces exactly the class that it derives from, by a change of ``__class__``: it has
+    the same state, and another ``forward`` of the same signature, whose outputs and gradients are
+    the same. The last one registered for a class is the default; :func:`unregister` undoes it.
+    Its ``repr`` shows the package. ``torch.jit.script`` compiles the stock module in its place, and
+    ``torch.fx`` traces a call of it as it does one of the stock module.
+
+    Args:
+        *rows: The rows of the table that the drop-in runs. Reports and ``coverage`` show them.
+
+    Raises:
+        TypeError: No row, or a class that does not derive from one class of modules alone.
     """
+    return _register(rows, default=True)
 
-    def register(cls: M) -> M:
-        (stock,) = cls.__bases__
-        DROP_INS.setdefault(stock, []).append(cls)
-        ROWS[cls] = rows
-        STOCK[cls] = stock
 
-        def __prepare_scriptable__(self: nn.Module) -> nn.Module:
-            plain = copy.copy(self)
-            plain.__class__ = stock
-            return plain
+def drop_in(*rows: Layer) -> Callable[[M], M]:
+    """As :func:`register`, in the order of preference."""
+    return _register(rows, default=False)
 
-        def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            # A tracer of torch.fx takes modules of torch.nn for leaves, and looks into others.
-            input = args[0] if args else kwargs.get("input")
-            if isinstance(input, fx.Proxy):
-                tracer: Any = input.tracer
-                return tracer.call_module(self, _node(self, tracer), args, kwargs)
-            return stock.__call__(self, *args, **kwargs)
 
-        cls.__call__ = __call__  # type: ignore[method-assign]
-        cls._get_name = lambda self: f"memsave.{cls.__name__}"  # type: ignore[method-assign]
-        cls.__prepare_scriptable__ = __prepare_scriptable__  # type: ignore[attr-defined]
+def _register(rows: tuple[Layer, ...], *, default: bool) -> Callable[[M], M]:
+    if not rows or not all(isinstance(row, Layer) for row in rows):
+        raise TypeError(f"a drop-in is registered with rows of the table, not {rows}")
+
+    def decorate(cls: M) -> M:
+        bases = cls.__bases__ if isinstance(cls, type) else ()
+        if len(bases) != 1 or not issubclass(bases[0], nn.Module) or bases[0] is nn.Module:
+            raise TypeError(f"a drop-in derives from the class that it replaces alone, not {bases}")
+        (stock,) = bases
+        candidates = DROP_INS.setdefault(stock, [])
+        candidates.insert(0 if default else len(candidates), cls)
+        ROWS[cls], STOCK[cls] = rows, stock
+        _dress(cls, stock)
         return cls
 
-    return register
+    return decorate
+
+
+def unregister(cls: Class) -> None:
+    """Undo :func:`register`: ``convert`` leaves the class's base as it was before.
+
+    Modules that are converted already stay so until :func:`memsave.revert`.
+
+    Raises:
+        ValueError: The class is not registered.
+    """
+    candidates = DROP_INS.get(STOCK.get(cls, cls), [])
+    if cls not in candidates or cls not in STOCK:
+        raise ValueError(f"{cls.__name__} is not registered")
+    candidates.remove(cls)
+    if not candidates:
+        del DROP_INS[STOCK[cls]]
+
+
+def _dress(cls: Class, stock: Class) -> None:
+    """Give a drop-in what is said of it in :func:`register`."""
+
+    def __prepare_scriptable__(self: nn.Module) -> nn.Module:
+        plain = copy.copy(self)
+        plain.__class__ = stock
+        return plain
+
+    def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # A tracer of torch.fx takes modules of torch.nn for leaves, and looks into others.
+        input = args[0] if args else kwargs.get("input")
+        if isinstance(input, fx.Proxy) and stock.__module__.startswith("torch.nn"):
+            tracer: Any = input.tracer
+            return tracer.call_module(self, _node(self, tracer), args, kwargs)
+        return stock.__call__(self, *args, **kwargs)
+
+    cls.__call__ = __call__  # type: ignore[method-assign]
+    cls._get_name = lambda self: f"memsave.{cls.__name__}"  # type: ignore[method-assign]
+    cls.__prepare_scriptable__ = __prepare_scriptable__  # type: ignore[attr-defined]
 
 
 def _node(module: nn.Module, tracer: Any) -> Callable[..., fx.Proxy]:
