@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import memsave
-from memsave._report import Recorder, storage_key
+from memsave._trace import Recorder, storage_key
 
 
 class Net(nn.Module):

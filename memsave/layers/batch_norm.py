@@ -53,11 +53,11 @@ def _fwd_train(
 
 
 def _bias_gradient(g: Tensor, shapes: Shapes) -> Tensor:
-    total = g.sum([axis for axis in range(g.ndim) if axis != 1], dtype=_wide(g.dtype))
+    total = g.sum([axis for axis in range(g.ndim) if axis != 1], dtype=wide_dtype(g.dtype))
     return total.to(shapes["bias"].dtype)  # type: ignore[union-attr]
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which stock computes statistics and sums: at least float32."""
     return torch.promote_types(dtype, torch.float32)
 
@@ -83,7 +83,7 @@ def _bwd_eval(g: Tensor, wrt: Mask, saved: Saved, shapes: Shapes, *, eps: float)
         return _zeros(g, wrt, shapes)
     grads = {}
     if "x" in wrt:
-        wide = _wide(g.dtype)
+        wide = wide_dtype(g.dtype)
         scale = saved["running_var"].to(wide).add(eps).rsqrt()
         if saved["weight"] is not None:
             scale = scale * saved["weight"].to(wide)

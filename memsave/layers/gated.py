@@ -2,16 +2,51 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .. import spec
 from ..function import Grads, Mask, Saved, Shapes, define
+from ..spec import Layer
 
 
-def _swiglu_primal(gate: Tensor, up: Tensor) -> Tensor:
-    return F.silu(gate) * up
+def define_gated(
+    row: Layer, activation: Callable[..., Tensor], gradient: Callable[..., Tensor]
+) -> Callable[..., Tensor]:
+    """The differentiable function of a gated product.
+
+    Args:
+        row: Its row.
+        activation: ``activation(gate, **options)``: the stock op.
+        gradient: ``gradient(g, gate, **options)``: the gradient of the gate through it.
+
+    Returns:
+        A function of ``gate``, ``up`` and the options. Where the two are not of one shape and
+        dtype, they are multiplied as torch does, by the stock ops.
+    """
+
+    def primal(gate: Tensor, up: Tensor, **options: Any) -> Tensor:
+        return activation(gate, **options) * up
+
+    def bwd(g: Tensor, wrt: Mask, saved: Saved, shapes: Shapes, **options: Any) -> Grads:
+        gate, grads = saved["gate"], {}
+        if "gate" in wrt:
+            grads["gate"] = gradient(g * saved["up"], gate, **options)
+        if "up" in wrt:
+            grads["up"] = g * activation(gate, **options)
+        return grads
+
+    product = define(row, primal, bwd)
+
+    def gated(gate: Tensor, up: Tensor, **options: Any) -> Tensor:
+        alike = gate.shape == up.shape and gate.dtype == up.dtype
+        return (product if alike else primal)(gate, up, **options)
+
+    return gated
 
 
 def _silu_gradient(g: Tensor, x: Tensor) -> Tensor:
@@ -21,30 +56,13 @@ def _silu_gradient(g: Tensor, x: Tensor) -> Tensor:
     return g * rising * (1 + x * (1 - rising))
 
 
-def _swiglu_bwd(g: Tensor, wrt: Mask, saved: Saved, shapes: Shapes) -> Grads:
-    gate, grads = saved["gate"], {}
-    if "gate" in wrt:
-        grads["gate"] = _silu_gradient(g * saved["up"], gate)
-    if "up" in wrt:
-        grads["up"] = g * F.silu(gate)
-    return grads
+def gelu_gradient(g: Tensor, x: Tensor, *, approximate: str) -> Tensor:
+    """The gradient of ``x`` through GELU."""
+    return torch.ops.aten.gelu_backward(g, x, approximate=approximate)
 
 
-def _geglu_primal(gate: Tensor, up: Tensor, *, approximate: str) -> Tensor:
-    return F.gelu(gate, approximate=approximate) * up
-
-
-def _geglu_bwd(g: Tensor, wrt: Mask, saved: Saved, shapes: Shapes, *, approximate: str) -> Grads:
-    gate, grads = saved["gate"], {}
-    if "gate" in wrt:
-        grads["gate"] = torch.ops.aten.gelu_backward(g * saved["up"], gate, approximate=approximate)
-    if "up" in wrt:
-        grads["up"] = g * F.gelu(gate, approximate=approximate)
-    return grads
-
-
-_swiglu = define(spec.SWIGLU, _swiglu_primal, _swiglu_bwd)
-_geglu = define(spec.GEGLU, _geglu_primal, _geglu_bwd)
+_swiglu = define_gated(spec.SWIGLU, F.silu, _silu_gradient)
+_geglu = define_gated(spec.GEGLU, F.gelu, gelu_gradient)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -55,7 +73,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
     Source: https://arxiv.org/abs/2002.05202.
     """
-    return _swiglu(gate, up) if _alike(gate, up) else _swiglu_primal(gate, up)
+    return _swiglu(gate, up)
 
 
 def geglu(gate: Tensor, up: Tensor, approximate: str = "none") -> Tensor:
@@ -64,10 +82,4 @@ def geglu(gate: Tensor, up: Tensor, approximate: str = "none") -> Tensor:
     Args:
         approximate: As in :func:`torch.nn.functional.gelu`.
     """
-    if not _alike(gate, up):
-        return _geglu_primal(gate, up, approximate=approximate)
     return _geglu(gate, up, approximate=approximate)
-
-
-def _alike(gate: Tensor, up: Tensor) -> bool:
-    return gate.shape == up.shape and gate.dtype == up.dtype

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from torch import fx, nn
 
+from .. import extensions
 from ..spec import Layer
 
 Class = type[nn.Module]
@@ -92,6 +93,24 @@ def _register(rows: tuple[Layer, ...], *, default: bool) -> Callable[[M], M]:
         return cls
 
     return decorate
+
+
+def derive(stock: Class, forward: Callable[..., Any], *rows: Layer) -> Class:
+    """Make and register a drop-in with this ``forward``, for a class that is one of many.
+
+    No module has it by name, so its instances pickle as what is offered for the stock class.
+    """
+
+    def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
+        return _rebuild, (stock,), self.__getstate__()  # type: ignore[operator]
+
+    body = {"forward": forward, "__reduce_ex__": __reduce_ex__, "__doc__": stock.__doc__}
+    return drop_in(*rows)(type(stock.__name__, (stock,), {**body, "__module__": __name__}))
+
+
+def _rebuild(stock: Class) -> nn.Module:
+    extensions.load()
+    return (offered(stock) or [stock])[0].__new__(stock)
 
 
 def unregister(cls: Class) -> None:

@@ -22,7 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import spec
 from ..function import Grads, Mask, Saved, Shapes, define
-from .batch_norm import batch_norm
+from .batch_norm import batch_norm, wide_dtype
 from .module import drop_in
 from .shape import FORMATS, in_format
 
@@ -30,8 +30,8 @@ Gs = dict[str, Tensor]
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    """In the dtype of statistics and sums: at least float32."""
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+    """In the dtype of statistics and sums."""
+    return tensor.to(wide_dtype(tensor.dtype))
 
 
 def _spread(vector: Tensor, groups: int | None) -> Tensor:
@@ -103,16 +103,30 @@ def _statistic(tensor: Tensor, groups: int | None) -> Tensor:
     return _wide(tensor).reshape(-1, groups or 1, 1, 1)
 
 
-def _from_input(
-    gs: Gs, wrt: Mask, saved: Saved, shapes: Shapes, groups: int | None, *, centered: bool = True
+def from_input(
+    gs: Gs,
+    wrt: Mask,
+    saved: Saved,
+    shapes: Shapes,
+    groups: int | None,
+    *,
+    centered: bool = True,
+    shift: float = 0.0,
 ) -> Grads:
-    """By ``xhat = (x - mean) * rstd``."""
+    """All gradients by ``xhat = (x - mean) * rstd``.
+
+    Args:
+        gs: The gradient of ``y`` and, in double backward, of the statistics.
+        groups: How many; ``None`` for one over the last axis.
+        centered: Whether there is a mean.
+        shift: What the layer adds to its weight.
+    """
     xhat = rstd = weight = None
     if wrt != {"bias"}:
         rstd, xhat = _statistic(saved["rstd"], groups), _grouped(saved["x"], groups)
         xhat = (xhat - _statistic(saved["mean"], groups) if centered else xhat) * rstd
     if "x" in wrt and saved["weight"] is not None:
-        weight = _spread(saved["weight"], groups)
+        weight = _spread(saved["weight"], groups) + shift
     return _gradients(gs, groups, wrt, xhat, rstd, weight, shapes, centered=centered)
 
 
@@ -231,7 +245,7 @@ def _memory_format(x: Tensor) -> torch.memory_format | None:
 def _group_bwd(
     gs: Gs, wrt: Mask, saved: Saved, shapes: Shapes, *, num_groups: int, eps: float
 ) -> Grads:
-    return _formatted(_from_input(gs, wrt, saved, shapes, num_groups), shapes)
+    return _formatted(from_input(gs, wrt, saved, shapes, num_groups), shapes)
 
 
 def _group_bwd_from_output(
@@ -374,7 +388,7 @@ def _rms_fwd(
 
 
 def _rms_bwd(gs: Gs, wrt: Mask, saved: Saved, shapes: Shapes, *, eps: float | None) -> Grads:
-    return _formatted(_from_input(gs, wrt, saved, shapes, None, centered=False), shapes)
+    return _formatted(from_input(gs, wrt, saved, shapes, None, centered=False), shapes)
 
 
 def _rms_bwd_from_output(

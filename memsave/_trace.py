@@ -1,0 +1,314 @@
+"""One forward pass, recorded: which tensors autograd keeps, by layer and op, and what the table
+predicts of them. By default on fake tensors, which have shapes and storages but no memory.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+)
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from .function import Call, observe
+from .spec import Layer
+
+Trainable = Callable[[nn.Module, str], bool]
+#: What fake tensors raise where an op depends on values.
+NEEDS_VALUES = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+)
+
+
+# Recording one forward pass.
+
+
+@dataclass(eq=False)
+class ModuleCall:
+    """A call of a module, and the storages of its inputs and outputs."""
+
+    module: str
+    inputs: list[int]
+    outputs: list[int]
+
+
+@dataclass(eq=False)
+class Held:
+    """A tensor that autograd keeps, and who keeps it. Lives as long as the graph does."""
+
+    tensor: Tensor
+    version: int
+    number: int
+    call: ModuleCall
+    op: str
+    is_io: bool = False
+
+    @property
+    def module(self) -> str:
+        return self.call.module
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether it has been overwritten since, so that backward will fail."""
+        return self.tensor._version != self.version
+
+    @property
+    def key(self) -> int:
+        return storage_key(self.tensor)
+
+    @property
+    def nbytes(self) -> int:
+        return self.tensor.untyped_storage().nbytes()
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What the table says of one layer call: bytes by residual, with storages where known."""
+
+    module: str
+    row: Layer
+    wrt: frozenset[str]
+    residuals: tuple[tuple[str, int | None, int], ...]
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Identifies a tensor's storage while it lives; views of one tensor have one key."""
+    return StorageWeakRef(tensor.untyped_storage()).cdata
+
+
+class Recorder(TorchFunctionMode):
+    """Context manager: records every tensor that autograd saves, by module and op.
+
+    Args:
+        model: Whose submodules to attribute tensors to; ``None`` attributes by op only.
+    """
+
+    def __init__(self, model: nn.Module | None = None) -> None:
+        super().__init__()
+        self._names = {} if model is None else {m: name for name, m in model.named_modules()}
+        self._running = [ModuleCall("", [], [])]
+        self._saving: list[list[weakref.ref[Held]]] = [[]]
+        self._op = ""
+        self._held: weakref.WeakSet[Held] = weakref.WeakSet()
+        self._count = 0
+        self._references: list[StorageWeakRef] = []  # so that no address is used twice
+        self._stack = ExitStack()
+        self.calls: list[ModuleCall] = []
+        self.predictions: list[Prediction] = []
+
+    def __enter__(self) -> Recorder:
+        # Hooks of the modules' own would be seen: a layer may do without calling its activation.
+        for handle in (
+            register_module_forward_pre_hook(self._enter),
+            register_module_forward_hook(self._leave, with_kwargs=True),
+        ):
+            self._stack.callback(handle.remove)
+        self._stack.enter_context(observe(self._observe))
+        self._stack.enter_context(saved_tensors_hooks(self._pack, lambda held: held.tensor))
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._stack.close()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        outer, self._op = self._op, func.__name__ if self._op == "" else self._op
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            self._op = outer
+
+    def held(self) -> list[Held]:
+        """What the graph holds now, in the order in which it was saved."""
+        return sorted(self._held, key=lambda held: held.number)
+
+    def _note(self, values: Any) -> list[int]:
+        tensors = [value for value in tree_leaves(values) if isinstance(value, Tensor)]
+        references = [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]
+        self._references += references
+        return [reference.cdata for reference in references]
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        if module in self._names:
+            self._running.append(ModuleCall(self._names[module], [], []))
+            self.calls.append(self._running[-1])
+            self._saving.append([])
+
+    def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if module not in self._names:
+            return
+        while self._running[-1].module != self._names[module]:  # left by an exception
+            self._running.pop()
+            self._saving.pop()
+        call = self._running.pop()
+        call.inputs, call.outputs = self._note((args, kwargs)), self._note(output)
+        for reference in self._saving.pop():
+            held = reference()
+            if held is not None:
+                held.is_io = held.key in (*call.inputs, *call.outputs)
+
+    def _pack(self, tensor: Tensor) -> Held:
+        call = self._running[-1]
+        self._count += 1
+        # Detached: an output would hold the node that holds it, and the graph would never die.
+        held = Held(tensor.detach(), tensor._version, self._count, call, self._op)
+        self._held.add(held)
+        self._saving[-1].append(weakref.ref(held))
+        return held
+
+    def _observe(self, call: Call) -> None:
+        arrays = {name: array for name, array in call.arrays.items() if array is not None}
+        bits = call.row.saved_bits(
+            call.wrt,
+            {name: tuple(array.shape) for name, array in arrays.items()},
+            {name: array.itemsize * 8 for name, array in arrays.items()},
+            call.options,
+        )
+        residuals = tuple(
+            (name, None if name in call.row.extras else storage_key(arrays[name]), size // 8)
+            for name, size in bits.items()
+        )
+        self.predictions.append(Prediction(self._running[-1].module, call.row, call.wrt, residuals))
+
+
+# A model's state for a dry run.
+
+
+def _dry_state(
+    model: nn.Module, trainable: Trainable | None, fake: FakeTensorMode | None
+) -> dict[str, Tensor]:
+    """Stand-ins for parameters and buffers, with the wanted ``requires_grad``."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    state: dict[str, Tensor] = {}
+    made: dict[Tensor, Tensor] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owner = modules[name.rpartition(".")[0]]
+        wanted = parameter.requires_grad if trainable is None else trainable(owner, name)
+        if parameter not in made:
+            made[parameter] = _stand_in(parameter, fake, copy=False).requires_grad_(wanted)
+        elif wanted:
+            made[parameter].requires_grad_()
+        state[name] = made[parameter]
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        if buffer not in made:
+            made[buffer] = _stand_in(buffer, fake, copy=True)
+        state[name] = made[buffer]
+    return state
+
+
+def _stand_in(tensor: Tensor, fake: FakeTensorMode | None, *, copy: bool) -> Tensor:
+    if fake is None:
+        return tensor.detach().clone() if copy else tensor.detach()
+    # A meta tensor has no device of its own; any serves.
+    device = "cpu" if tensor.device.type == "meta" else tensor.device
+    with fake:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+
+
+def run(
+    model: nn.Module,
+    inputs: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    trainable: Trainable | None,
+    fake: bool,
+) -> Trace:
+    mode = FakeTensorMode(allow_non_fake_inputs=True) if fake else None
+    state = _dry_state(model, trainable, mode)
+
+    def stand_in(tensor: Tensor) -> Tensor:
+        return _stand_in(tensor, mode, copy=False).requires_grad_(tensor.requires_grad)
+
+    inputs, kwargs = tree_map_only(Tensor, stand_in, (inputs, kwargs))
+    with torch.random.fork_rng(enabled=not fake), torch.enable_grad(), Recorder(model) as recorder:
+        try:
+            with mode or nullcontext():
+                output = torch.func.functional_call(model, state, inputs, kwargs)
+        except NEEDS_VALUES as error:
+            raise RuntimeError(
+                "the model's forward depends on values, which fake tensors do not have; "
+                "memsave.report(..., fake=False) runs it on the real ones"
+            ) from error
+    free = {storage_key(tensor) for tensor in state.values()}
+    given = {
+        storage_key(value) for value in tree_leaves((inputs, kwargs)) if isinstance(value, Tensor)
+    }
+    trace = Trace(recorder.held(), recorder.predictions, free, given)
+    del output
+    return trace
+
+
+class Trace:
+    """What one forward pass keeps: per layer, in total, and as the table predicts it."""
+
+    def __init__(
+        self,
+        held: list[Held],
+        predictions: list[Prediction],
+        parameters: set[int],
+        inputs: set[int],
+    ) -> None:
+        self.predictions = predictions
+        #: Bytes by layer, each storage counted once, at the first layer that keeps it.
+        self.kept: dict[str, int] = {}
+        #: All that a layer holds, by kind, whoever else holds it.
+        self.kinds: dict[str, dict[str, int]] = {}
+        self.ops: dict[str, dict[str, int]] = {}
+        seen: set[int] = set()
+        per_layer: set[tuple[str, int]] = set()
+        for item in held:
+            key, size, name = item.key, item.nbytes, item.module
+            first = key not in seen and key not in parameters and key not in inputs
+            self.kept[name] = self.kept.get(name, 0) + first * size
+            ops = self.ops.setdefault(name, {})
+            ops[item.op] = ops.get(item.op, 0) + first * size
+            seen.add(key)
+            if (name, key) in per_layer:
+                continue
+            per_layer.add((name, key))
+            kinds = self.kinds.setdefault(name, dict.fromkeys(KINDS, 0))
+            kinds[_kind(item, parameters, inputs)] += size
+        self.total = sum(self.kept.values())
+        self.predicted = _predict(predictions, parameters | inputs)
+
+
+KINDS = ("parameters", "inputs", "shared", "owned")
+
+
+def _kind(item: Held, parameters: set[int], inputs: set[int]) -> str:
+    if item.key in parameters:
+        return "parameters"
+    if item.key in inputs:
+        return "inputs"
+    return "shared" if item.is_io else "owned"
+
+
+def _predict(predictions: list[Prediction], free: set[int]) -> dict[str, int]:
+    """Bytes by layer that the table predicts, each storage counted once."""
+    seen = set(free)
+    predicted: dict[str, int] = {}
+    for call in predictions:
+        for _, key, size in call.residuals:
+            if key is None or key not in seen:
+                predicted[call.module] = predicted.get(call.module, 0) + size
+            if key is not None:
+                seen.add(key)
+    return predicted
+
+
