@@ -8,21 +8,23 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Literal, NamedTuple
 
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrize
 
-from . import extensions, nn as _  # noqa: F401 - registers the drop-ins
-from .layers.module import DROP_INS, ROWS, STOCK, offered
+from . import _choose, _trace, extensions, nn as _  # noqa: F401 - registers the drop-ins
+from .layers.module import BY_POLICY, DROP_INS, ROWS, STOCK, Class, offered
 from .spec import Layer
 
 logger = logging.getLogger("memsave")
 
 Filter = Callable[[nn.Module, str], bool]
 Policy = Callable[[nn.Module, str, tuple[Layer, ...]], Layer]
+Plan = dict[nn.Module, Class]
 Status = Literal["converted", "convertible", "skipped"]
 
 
@@ -54,7 +56,11 @@ class Coverage(list[Entry]):
 
 
 def convert(
-    model: nn.Module, *, filter_fn: Filter | None = None, policy: Policy | None = None
+    model: nn.Module,
+    example_inputs: Any = None,
+    *,
+    filter_fn: Filter | None = None,
+    policy: Policy | None = None,
 ) -> nn.Module:
     """Replace stock layers by their drop-ins, in place.
 
@@ -63,33 +69,44 @@ def convert(
     Lazy modules become drop-ins when their first forward materializes them. Parametrized modules
     (``torch.nn.utils.parametrizations``) keep their parametrizations.
 
+    Some ops have several rows: one keeps the input, another the output or a bit per element. Which
+    is least depends on what the neighbours keep. With example inputs, the model runs forward a few
+    times, on fake tensors that take neither memory nor time, and each layer gets the row (or stays
+    the stock layer) with which the whole model keeps least, for the parameters and inputs that want
+    a gradient now and the mode that the model is in. That is never more than stock keeps. Gradients
+    are right in any other case, too; to choose anew for it, convert again.
+
     Args:
         model: Any module; a stock layer itself is fine.
+        example_inputs: A tensor, the positional inputs as a tuple, or the keyword inputs as a dict;
+            real, meta or fake. Only shapes, dtypes, devices and ``requires_grad`` matter.
         filter_fn: ``filter_fn(module, name) -> bool``: which modules to convert. Default: all.
         policy: ``policy(module, name, rows) -> row``: which of the interchangeable rows of an op to
-            use, e.g. ``memsave.spec.RELU_FROM_OUTPUT``. Default: the first.
+            use, e.g. ``memsave.spec.RELU_FROM_OUTPUT``. Default: the first, or by
+            ``example_inputs``.
 
     Returns:
         ``model`` itself.
 
     Raises:
         TypeError: ``model`` is not a module.
-        ValueError: ``policy`` returned a row that it was not offered. Nothing is converted then.
+        ValueError: ``policy`` returned a row that it was not offered, or there are
+            ``example_inputs`` besides. Nothing is converted then.
 
     Warns:
         UserWarning: Nothing in the model could be converted.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"convert needs a torch.nn.Module, got {type(model).__name__}")
-    extensions.load()
-    plan = [
-        (module, _choose(module, name, policy))
-        for name, module in model.named_modules()
-        if _stock_class(module) and (filter_fn is None or filter_fn(module, name))
-    ]
-    for module, drop_in in plan:
-        if drop_in is not _layer_class(module):
-            _set_class(module, drop_in)
+    if policy is not None and example_inputs is not None:
+        raise ValueError("rows are chosen by a policy or by example_inputs, not by both")
+    found = layers(model, filter_fn)
+    if example_inputs is None:
+        plan = {m: _chosen(m, name, policy) for m, name in found.items() if _stock_class(m)}
+    else:
+        args, kwargs = _inputs(example_inputs)
+        plan = least(model, found, lambda: _trace.run(model, args, kwargs))
+    place(plan)
     result = coverage(model)
     logger.info("%s", result)
     if not any(entry.status == "converted" for entry in result):
@@ -149,10 +166,15 @@ def _defined_between(cls: type, base: type) -> set[str]:
     return names | ({"forward"} if "_conv_forward" in names else set())
 
 
-def _choose(module: nn.Module, name: str, policy: Policy | None) -> type[nn.Module]:
-    stock = _stock_class(module)
-    assert stock is not None
-    candidates = offered(stock)
+def place(plan: Plan) -> None:
+    """Give modules the planned classes."""
+    for module, cls in plan.items():
+        if cls is not _layer_class(module):
+            _set_class(module, cls)
+
+
+def _chosen(module: nn.Module, name: str, policy: Policy | None) -> Class:
+    candidates = offered(_origin(module))
     if policy is None or len(candidates) == 1:
         return candidates[0]
     rows = tuple(ROWS[candidate][0] for candidate in candidates)
@@ -162,11 +184,70 @@ def _choose(module: nn.Module, name: str, policy: Policy | None) -> type[nn.Modu
     return candidates[rows.index(row)]
 
 
+def _inputs(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(example_inputs, dict):
+        return (), example_inputs
+    return (example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)), {}
+
+
+def layers(model: nn.Module, filter_fn: Filter | None = None) -> dict[nn.Module, str]:
+    """The modules that can be converted, or are, with their names."""
+    extensions.load()
+    return {
+        module: name
+        for name, module in model.named_modules()
+        if offered(_origin(module)) and (filter_fn is None or filter_fn(module, name))
+    }
+
+
+def least(
+    model: nn.Module, layers: Mapping[nn.Module, str], run: Callable[[], _trace.Trace]
+) -> Plan:
+    """The classes of the layers with which the model keeps least.
+
+    Args:
+        layers: The layers to convert, with their names.
+        run: Records a forward pass. It is called once per place in the lists of candidates.
+    """
+    candidates = {name: _candidates(module) for module, name in layers.items()}
+    traces = []
+    with classes_restored(model):
+        for k in range(max(map(len, candidates.values()), default=0)):
+            place({m: candidates[name][min(k, len(candidates[name]) - 1)]
+                   for m, name in layers.items()})  # fmt: skip
+            traces.append(run())
+    places = {name: len(classes) for name, classes in candidates.items() if len(classes) > 1}
+    choice = _choose.choose(*_choose.measured(places, traces))
+    return {m: candidates[name][choice.get(name, 0)] for m, name in layers.items()}
+
+
+def _candidates(module: nn.Module) -> list[Class]:
+    """What a layer may become: the default, the stock class, and the others."""
+    stock = _origin(module)
+    default, *others = [cls for cls in offered(stock) if cls not in BY_POLICY]
+    if any(module.children()):  # what is kept then depends on theirs
+        return [default]
+    return [default, *others, stock]
+
+
+@contextmanager
+def classes_restored(model: nn.Module) -> Iterator[None]:
+    """Undo in the end what is converted or reverted meanwhile."""
+    classes = [(m, m.__class__, getattr(m, "cls_to_become", None)) for m in model.modules()]
+    try:
+        yield
+    finally:
+        for module, cls, lazily in classes:
+            module.__class__ = cls
+            if isinstance(module, LazyModuleMixin):
+                module.cls_to_become = lazily
+
+
 # A module's class, seen through what stands before it: a lazy module has the class that it will
 # become, a parametrized one a class of its own derived from it.
 
 
-def _layer_class(module: nn.Module) -> type[nn.Module]:
+def _layer_class(module: nn.Module) -> Class:
     if isinstance(module, LazyModuleMixin) and module.cls_to_become is not None:  # type: ignore[truthy-function]
         return module.cls_to_become
     if parametrize.is_parametrized(module):
@@ -174,17 +255,23 @@ def _layer_class(module: nn.Module) -> type[nn.Module]:
     return type(module)
 
 
-def _stock_class(module: nn.Module) -> type[nn.Module] | None:
+def _origin(module: nn.Module) -> Class:
+    """The class that it has, or had before it was converted."""
+    cls = _layer_class(module)
+    return STOCK.get(cls, cls)
+
+
+def _stock_class(module: nn.Module) -> Class | None:
     cls = _layer_class(module)
     return cls if offered(cls) else None
 
 
-def _drop_in_class(module: nn.Module) -> type[nn.Module] | None:
+def _drop_in_class(module: nn.Module) -> Class | None:
     cls = _layer_class(module)
     return cls if cls in STOCK else None
 
 
-def _set_class(module: nn.Module, cls: type[nn.Module]) -> None:
+def _set_class(module: nn.Module, cls: Class) -> None:
     if isinstance(module, LazyModuleMixin):
         module.cls_to_become = cls  # type: ignore[assignment]
     elif parametrize.is_parametrized(module):

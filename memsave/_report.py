@@ -8,15 +8,14 @@ the table predicts; the two agree to the byte.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
 from . import _trace
-from ._convert import Coverage, convert, coverage, revert
+from ._convert import Coverage, classes_restored, coverage, layers, least, place, revert
 from ._trace import KINDS, Trace, Trainable
 
 
@@ -145,9 +144,10 @@ def report(
 ) -> Report:
     """Report what each layer keeps for backward: stock, now, and converted.
 
-    The model runs forward up to three times (as stock, as it is, converted) in the mode it is in
-    (train or eval) and is left as it was. The inputs' ``requires_grad`` says whether the gradient
-    with respect to them is wanted.
+    The model runs forward a few times (as stock, as it is, converted in several ways) in the mode
+    it is in (train or eval) and is left as it was. Converted means by ``convert(model, inputs)``:
+    each layer has the row with which the model keeps least. The inputs' ``requires_grad`` says
+    whether the gradient with respect to them is wanted.
 
     Args:
         model: Any module, converted or not; real, meta or fake.
@@ -166,10 +166,12 @@ def report(
     status = {entry.status for entry in coverage(model)}
     modules = dict(model.named_modules())
     now = run()
-    with _classes_restored(model):
-        stock = _with(revert, model, run) if "converted" in status else now
-    with _classes_restored(model):
-        converted = _with(convert, model, run) if "convertible" in status else now
+    with classes_restored(model):
+        revert(model)
+        stock = run() if "converted" in status else now
+    with classes_restored(model):
+        place(least(model, layers(model), run))
+        converted = run()
         rows = [
             _row(name, modules, stock, now, converted)
             for name in {**stock.kept, **now.kept, **converted.kept}
@@ -190,21 +192,6 @@ def report(
         rest,
         coverage(model),
     )
-
-
-def _with(change: Callable[[nn.Module], nn.Module], model: nn.Module, run: Callable[[], Trace]):
-    change(model)
-    return run()
-
-
-@contextmanager
-def _classes_restored(model: nn.Module) -> Iterator[None]:
-    classes = [(module, module.__class__) for module in model.modules()]
-    try:
-        yield
-    finally:
-        for module, cls in classes:
-            module.__class__ = cls
 
 
 def _row(

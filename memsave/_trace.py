@@ -5,10 +5,11 @@ predicts of them. By default on fake tensors, which have shapes and storages but
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +47,15 @@ class ModuleCall:
     module: str
     inputs: list[int]
     outputs: list[int]
+
+
+class Place(NamedTuple):
+    """Names a tensor alike in every run: an input or output of the n-th call of a module."""
+
+    module: str
+    time: int
+    port: str
+    position: int
 
 
 @dataclass(eq=False)
@@ -188,6 +198,10 @@ class Recorder(TorchFunctionMode):
         self.predictions.append(Prediction(self._running[-1].module, call.row, call.wrt, residuals))
 
 
+class NeedsValues(RuntimeError):
+    """A forward depends on values, which fake tensors do not have."""
+
+
 # A model's state for a dry run.
 
 
@@ -226,9 +240,20 @@ def run(
     model: nn.Module,
     inputs: tuple[Any, ...],
     kwargs: dict[str, Any],
-    trainable: Trainable | None,
-    fake: bool,
+    trainable: Trainable | None = None,
+    fake: bool | None = None,
 ) -> Trace:
+    """Record a forward pass. The model is left as it was.
+
+    Args:
+        trainable: Which parameters want a gradient. Default: those that require it.
+        fake: Whether on fake tensors. Default: if the model's forward does not depend on values.
+    """
+    if fake is None:
+        try:
+            return run(model, inputs, kwargs, trainable, fake=True)
+        except NeedsValues:
+            return run(model, inputs, kwargs, trainable, fake=False)
     mode = FakeTensorMode(allow_non_fake_inputs=True) if fake else None
     state = _dry_state(model, trainable, mode)
 
@@ -241,7 +266,7 @@ def run(
             with mode or nullcontext():
                 output = torch.func.functional_call(model, state, inputs, kwargs)
         except NEEDS_VALUES as error:
-            raise RuntimeError(
+            raise NeedsValues(
                 "the model's forward depends on values, which fake tensors do not have; "
                 "memsave.report(..., fake=False) runs it on the real ones"
             ) from error
@@ -249,7 +274,7 @@ def run(
     given = {
         storage_key(value) for value in tree_leaves((inputs, kwargs)) if isinstance(value, Tensor)
     }
-    trace = Trace(recorder.held(), recorder.predictions, free, given)
+    trace = Trace(recorder.held(), recorder.calls, recorder.predictions, free, given)
     del output
     return trace
 
@@ -260,11 +285,23 @@ class Trace:
     def __init__(
         self,
         held: list[Held],
+        calls: list[ModuleCall],
         predictions: list[Prediction],
         parameters: set[int],
         inputs: set[int],
     ) -> None:
         self.predictions = predictions
+        #: By layer, each storage that it holds, and its bytes; layers that have kept what was
+        #: overwritten later.
+        self.holds: dict[str, dict[int, int]] = {}
+        self.stale: set[str] = set()
+        for item in held:
+            if item.key not in parameters and item.key not in inputs:
+                self.holds.setdefault(item.module, {})[item.key] = item.nbytes
+            if item.is_stale:
+                self.stale.add(item.module)
+        #: Of each storage that a module has got or returned, where that was first.
+        self.places = _places(calls)
         #: Bytes by layer, each storage counted once, at the first layer that keeps it.
         self.kept: dict[str, int] = {}
         #: All that a layer holds, by kind, whoever else holds it.
@@ -286,6 +323,17 @@ class Trace:
             kinds[_kind(item, parameters, inputs)] += size
         self.total = sum(self.kept.values())
         self.predicted = _predict(predictions, parameters | inputs)
+
+
+def _places(calls: list[ModuleCall]) -> dict[int, Place]:
+    places: dict[int, Place] = {}
+    times: Counter[str] = Counter()
+    for call in calls:
+        for port, keys in (("inputs", call.inputs), ("outputs", call.outputs)):
+            for position, key in enumerate(keys):
+                places.setdefault(key, Place(call.module, times[call.module], port, position))
+        times[call.module] += 1
+    return places
 
 
 KINDS = ("parameters", "inputs", "shared", "owned")
@@ -310,5 +358,3 @@ def _predict(predictions: list[Prediction], free: set[int]) -> dict[str, int]:
             if key is not None:
                 seen.add(key)
     return predicted
-
-

@@ -208,7 +208,7 @@ class Dropout(nn.Dropout):
         return dropout(input, self.p, self.training, self.inplace)
 
 
-@drop_in(spec.DROPOUT_FROM_RNG)
+@drop_in(spec.DROPOUT_FROM_RNG, by_policy=True)
 class DropoutFromRng(nn.Dropout):
     """As :class:`torch.nn.Dropout`. Keeps the state of the random generator alone."""
 

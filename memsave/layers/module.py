@@ -19,6 +19,8 @@ DROP_INS: dict[Class, list[Class]] = {}
 #: The rows that a drop-in may run (BatchNorm has one per mode), and its stock class.
 ROWS: dict[Class, tuple[Layer, ...]] = {}
 STOCK: dict[Class, Class] = {}
+#: Drop-ins that keep least at a price in time, and are taken only if a policy says so.
+BY_POLICY: set[Class] = set()
 #: Make drop-ins for classes that nobody has listed, if they can: ``recogniser(cls)`` registers
 #: one, or does nothing.
 RECOGNISERS: list[Callable[[Class], None]] = []
@@ -72,9 +74,16 @@ def register(*rows: Layer) -> Callable[[M], M]:
     return _register(rows, default=True)
 
 
-def drop_in(*rows: Layer) -> Callable[[M], M]:
-    """As :func:`register`, in the order of preference."""
-    return _register(rows, default=False)
+def drop_in(*rows: Layer, by_policy: bool = False) -> Callable[[M], M]:
+    """As :func:`register`, in the order of preference, or only if a policy says so."""
+    register = _register(rows, default=False)
+
+    def decorate(cls: M) -> M:
+        if by_policy:
+            BY_POLICY.add(cls)
+        return register(cls)
+
+    return decorate
 
 
 def _register(rows: tuple[Layer, ...], *, default: bool) -> Callable[[M], M]:
