@@ -13,6 +13,8 @@ import sys
 EXPERIMENTS = (
     "input_gradient",
     "kept_bytes",
+    "language_models",
+    "zoo",
     "step_time",
     "dropout_rows",
     "flax_scenarios",

@@ -203,7 +203,8 @@ def _function(rule: Rule) -> type[Function]:
             given["y"] = zero.expand(like.shape)
         return given
 
-    name = "Memsave" + "".join(part.capitalize() for part in row.name.split("_"))
+    parts = row.name.replace(".", "_").split("_")
+    name = "Memsave" + "".join(part.capitalize() for part in parts)
     body = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
     return type(name, (Function,), body)
 

@@ -23,6 +23,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from experiments.torchvision_stub import declare_missing_ops
+
+declare_missing_ops()  # before anything imports torchvision
+
 # A case that stock refuses is dropped, so some rows drop many.
 COMMON = {
     "deadline": None,

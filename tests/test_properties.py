@@ -37,7 +37,8 @@ def test_implemented(backend: Any, row: Layer) -> None:
 
 @ON
 def test_implements_nothing_else(backend: Any) -> None:
-    assert backend.rows().keys() == TABLE.keys()
+    own = {name for name in backend.rows() if "." not in name}  # not those of extensions
+    assert own == TABLE.keys()
 
 
 def holds_for(backend: Any, strategy: st.SearchStrategy[Any], check: Callable[..., None]) -> None:

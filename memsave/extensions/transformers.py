@@ -46,12 +46,16 @@ class Formula(NamedTuple):
     gated: Product
 
 
+def _renamed(row: Layer, name: str) -> Layer:
+    """A row of this extension that keeps what one of the table does, of another op."""
+    return replace(row, name=f"transformers.{name}", op=f"transformers.{name}")
+
+
 def _formula(name: str, act: nn.Module, gradient: Callable[[Tensor, Tensor], Tensor]) -> Formula:
     def bwd(g: Tensor, wrt: Mask, saved: Saved, shapes: Shapes) -> Grads:
         return {"x": gradient(g, saved["x"])}
 
-    row = replace(spec.SILU, name=name, op=name)
-    product = replace(spec.SWIGLU, name=f"gated_{name}", op=f"gated_{name}")
+    row, product = _renamed(spec.SILU, name), _renamed(spec.SWIGLU, f"gated_{name}")
     forward = act.forward  # not the module, which hooks may see
     return Formula(row, define(row, forward, bwd), define_gated(product, forward, gradient))
 
@@ -59,6 +63,14 @@ def _formula(name: str, act: nn.Module, gradient: Callable[[Tensor, Tensor], Ten
 def _quick_gelu_gradient(g: Tensor, x: Tensor) -> Tensor:
     rising = torch.sigmoid(1.702 * x)
     return g * rising * (1 + 1.702 * x * (1 - rising))
+
+
+def _fast_gelu_gradient(g: Tensor, x: Tensor) -> Tensor:
+    # Its constant is sqrt(2 / pi) to ten digits.
+    square = 0.044715 * x * x
+    tanh = torch.tanh(x * 0.7978845608 * (1 + square))
+    steep = 0.7978845608 * (1 + 3 * square) * (1 - tanh * tanh)
+    return g * (0.5 * (1 + tanh + x * steep))
 
 
 _by_erf = partial(gelu_gradient, approximate="none")
@@ -70,7 +82,7 @@ PYTHON: dict[Class, Formula] = {
     for name, act, gradient in (
         ("quick_gelu", activations.QuickGELUActivation(), _quick_gelu_gradient),
         ("new_gelu", activations.NewGELUActivation(), _by_tanh),
-        ("fast_gelu", activations.FastGELUActivation(), _by_tanh),
+        ("fast_gelu", activations.FastGELUActivation(), _fast_gelu_gradient),
         ("accurate_gelu", activations.AccurateGELUActivation(), _by_tanh),
         ("python_gelu", activations.GELUActivation(use_gelu_python=True), _by_erf),
         ("python_gelu_tanh", activations.GELUTanh(use_gelu_tanh_python=True), _by_tanh),
@@ -150,7 +162,7 @@ def _gemma(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor
 
 
 def _norm(name: str, formula: Norm, shift: float = 0.0) -> tuple[Layer, Callable[..., Tensor]]:
-    row = replace(spec.RMS_NORM, name=name, op=name)
+    row = _renamed(spec.RMS_NORM, name)
 
     def primal(x: Tensor, weight: Tensor | None, *, eps: float) -> Tensor:
         return formula(x, weight, eps)[0]

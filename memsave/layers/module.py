@@ -119,7 +119,8 @@ def derive(stock: Class, forward: Callable[..., Any], *rows: Layer) -> Class:
 
 def _rebuild(stock: Class) -> nn.Module:
     extensions.load()
-    return (offered(stock) or [stock])[0].__new__(stock)
+    cls = (offered(stock) or [stock])[0]
+    return cls.__new__(cls)
 
 
 def unregister(cls: Class) -> None:
