@@ -14,6 +14,7 @@ EXPERIMENTS = (
     "input_gradient",
     "kept_bytes",
     "language_models",
+    "lora",
     "zoo",
     "step_time",
     "dropout_rows",
@@ -21,7 +22,10 @@ EXPERIMENTS = (
     "flax_layers",
     "flax_freezing",
 )
-NEEDS = ("torch", "jax", "flax", "transformers", "optax", "sklearn", "matplotlib", "tqdm")
+NEEDS = (
+    *("torch", "jax", "flax", "transformers", "peft", "timm", "optax", "sklearn"),
+    *("matplotlib", "tqdm"),
+)
 
 
 def _missing() -> list[str]:

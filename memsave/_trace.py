@@ -21,7 +21,11 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.modules.module import (
+    _global_forward_hooks_with_kwargs,
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -124,11 +128,12 @@ class Recorder(TorchFunctionMode):
 
     def __enter__(self) -> Recorder:
         # Hooks of the modules' own would be seen: a layer may do without calling its activation.
-        for handle in (
-            register_module_forward_pre_hook(self._enter),
-            register_module_forward_hook(self._leave, with_kwargs=True),
-        ):
-            self._stack.callback(handle.remove)
+        before = register_module_forward_pre_hook(self._enter)
+        after = register_module_forward_hook(self._leave, with_kwargs=True)
+        self._stack.callback(before.remove)
+        self._stack.callback(after.remove)
+        # remove() forgets this one (torch 2.13), and torch.compile would warn of a global hook.
+        self._stack.callback(_global_forward_hooks_with_kwargs.pop, after.id, None)
         self._stack.enter_context(observe(self._observe))
         self._stack.enter_context(saved_tensors_hooks(self._pack, lambda held: held.tensor))
         super().__enter__()
@@ -322,7 +327,7 @@ class Trace:
             kinds = self.kinds.setdefault(name, dict.fromkeys(KINDS, 0))
             kinds[_kind(item, parameters, inputs)] += size
         self.total = sum(self.kept.values())
-        self.predicted = _predict(predictions, parameters | inputs)
+        self.predicted = _predict(predictions, held, parameters | inputs)
 
 
 def _places(calls: list[ModuleCall]) -> dict[int, Place]:
@@ -347,9 +352,14 @@ def _kind(item: Held, parameters: set[int], inputs: set[int]) -> str:
     return "shared" if item.is_io else "owned"
 
 
-def _predict(predictions: list[Prediction], free: set[int]) -> dict[str, int]:
-    """Bytes by layer that the table predicts, each storage counted once."""
-    seen = set(free)
+def _predict(predictions: list[Prediction], held: list[Held], free: set[int]) -> dict[str, int]:
+    """Bytes by layer that the table predicts, each storage counted once.
+
+    A storage that a layer outside of the table has kept before is that layer's.
+    """
+    layers = {call.module for call in predictions}
+    first = {item.key: item.module for item in reversed(held)}
+    seen = free | {key for key, module in first.items() if module not in layers}
     predicted: dict[str, int] = {}
     for call in predictions:
         for _, key, size in call.residuals:

@@ -269,6 +269,13 @@ def _plain(arg: Any) -> bool:
     return arg.layout is torch.strided and not (arg.is_complex() or arg.is_nested)
 
 
+def is_traced(x: Any) -> bool:
+    """Whether ``torch.fx`` or ``torch.jit`` is tracing, so that nothing may depend on shapes."""
+    if torch.compiler.is_compiling():
+        return False
+    return not isinstance(x, Tensor) or torch._C._get_tracing_state() is not None
+
+
 def is_plain_gradient(g: Tensor) -> bool:
     """Whether ``bwd`` may do to ``g`` what has no derivative and no rule for vmap."""
     return (

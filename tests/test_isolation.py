@@ -61,6 +61,12 @@ def test_no_public_name_imports_jax() -> None:
     assert "jax" not in seen
 
 
+def test_other_libraries_are_left_to_their_users() -> None:
+    """The extensions for them are imported if they have been."""
+    seen = looked_for("import memsave\nfrom torch import nn\nmemsave.convert(nn.ReLU())")
+    assert not seen & {"transformers", "peft", "timm", "torchvision"}
+
+
 def test_importing_memsave_jax_needs_nothing_until_it_is_used() -> None:
     assert looked_for("import memsave_jax; dir(memsave_jax)") == set()
 

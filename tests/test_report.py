@@ -228,3 +228,35 @@ def test_recorder_counts_only_what_the_graph_still_holds():
     gc.collect()
     assert [held.op for held in recorder.held()] == ["sin"]
     del z
+
+
+class Square(nn.Module):
+    """A layer outside of the table that keeps its input."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * x
+
+
+class Both(nn.Module):
+    """Two layers keep one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.square, self.norm = nn.Linear(4, 4), Square(), nn.LayerNorm(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.linear(x)
+        return self.square(x) + self.norm(x)
+
+
+def test_a_tensor_that_two_layers_keep_counts_once() -> None:
+    report = memsave.report(Both(), torch.randn(8, 4))
+    assert report.rest == {"Square: mul": 8 * 4 * 4}
+    assert report.table == 2 * 8 * 4  # mean and rstd
+    assert report.converted == report.table + sum(report.rest.values())
+
+
+def test_leaves_no_hooks_behind() -> None:
+    """Of those on all modules, torch itself forgets to remove a part."""
+    memsave.report(Both(), torch.randn(8, 4))
+    assert not torch.nn.modules.module._has_any_global_hook()

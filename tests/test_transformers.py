@@ -14,7 +14,7 @@ from helpers import kept, same, step
 from properties import DERIVATIVES, PROPERTIES
 from strategies import accepted, wanted
 from test_properties import holds_for
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch_backend import Torch
 
 import memsave
@@ -25,6 +25,12 @@ pytest.importorskip("transformers")
 
 import transformers
 from transformers import activations
+
+# torch deprecates what its own compiler does: objects of autograd functions, and TorchScript.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),
+]
 
 extensions.load()
 ROWS = [rule.row for name, rule in RULES.items() if name.startswith("transformers.")]
@@ -353,3 +359,32 @@ def test_saves_and_loads(tmp_path) -> None:
     loaded = type(net).from_pretrained(tmp_path)
     assert memsave.coverage(loaded)
     same(gradients(memsave.convert(loaded)), gradients(net))
+
+
+@pytest.mark.parametrize("part", ["mlp", "norm"])
+def test_tracers_see_the_stock_layer(part: str) -> None:
+    net = memsave.convert(model("llama"))
+    layer = net.model.layers[0].mlp if part == "mlp" else net.model.norm
+    x = torch.randn(2, 5, 32)
+    y = layer(x)
+    traced = [
+        torch.jit.trace(layer, x),
+        torch.jit.script(layer),
+        fx.symbolic_trace(layer),
+        torch.export.export(layer, (x,)).module(),
+        torch.compile(layer, fullgraph=True, backend="aot_eager"),
+        torch.vmap(layer),
+    ]
+    for other in traced:
+        same(other(x), y, rtol=1e-5, atol=1e-6)
+
+
+def test_compiles_as_a_whole() -> None:
+    net = memsave.convert(model("llama"))
+    expected = gradients(net)
+    torch._dynamo.reset()
+    compiled = torch.compile(net, fullgraph=True, backend="aot_eager")
+    net.zero_grad()
+    value = loss(compiled)
+    value.backward()
+    same([value, *(p.grad for p in net.parameters())], expected, rtol=1e-4, atol=1e-6)

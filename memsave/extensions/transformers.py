@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +22,7 @@ from transformers import activations
 from transformers.pytorch_utils import Conv1D
 
 from .. import spec
-from ..function import Grads, Mask, Saved, Shapes, define
+from ..function import Grads, Mask, Saved, Shapes, define, is_traced
 from ..layers.gated import define_gated, geglu, gelu_gradient, swiglu
 from ..layers.module import STOCK, Class, as_stock, derive, recogniser
 from ..layers.norm import Gs, from_input
@@ -189,8 +189,9 @@ NARROW = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def _norm_forward(stock: Class, eps: str, layer: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
-        (x,) = (*args, *kwargs.values())
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        if is_traced(x):
+            return stock.forward(self, x)
         weight: Any = getattr(self, "weight", None)
         fits = weight is None or (x.shape[-1:] == weight.shape and weight.dtype in NARROW)
         # (Of float64, stock narrows its inputs too.)
@@ -251,8 +252,7 @@ LAYOUTS = (
 
 
 def _mlp_forward(stock: Class, layout: Layout) -> Callable[..., Tensor]:
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
-        (x,) = (*args, *kwargs.values())
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
         gate, up = layout.inside(self, x)
         return layout.outside(self, gated(getattr(self, layout.act), gate, up))
 
@@ -323,8 +323,15 @@ def recognise(cls: Class) -> None:
         torch.manual_seed(0)
         for candidate in CANDIDATES:
             if all(_agrees(cls, candidate, *dtypes) for dtypes in DTYPES):
-                derive(cls, candidate.forward(cls), *candidate.rows)
+                derive(cls, _renamed_arguments(candidate.forward(cls), cls), *candidate.rows)
                 return
+
+
+def _renamed_arguments(forward: Any, stock: Class) -> Callable[..., Tensor]:
+    """The function with the names of arguments that callers of the stock class's may use."""
+    code, names = forward.__code__, tuple(inspect.signature(stock.forward).parameters)
+    code = code.replace(co_varnames=names + code.co_varnames[len(names) :])
+    return FunctionType(code, forward.__globals__, "forward", None, forward.__closure__)
 
 
 def _agrees(cls: Class, candidate: Candidate, dtype: torch.dtype, parameters: torch.dtype) -> bool:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import spec
-from ..function import Grads, Mask, Saved, Shapes, define
+from ..function import Grads, Mask, Saved, Shapes, define, is_traced
 from ..spec import Layer
 
 
@@ -43,8 +43,9 @@ def define_gated(
     product = define(row, primal, bwd)
 
     def gated(gate: Tensor, up: Tensor, **options: Any) -> Tensor:
-        alike = gate.shape == up.shape and gate.dtype == up.dtype
-        return (product if alike else primal)(gate, up, **options)
+        if is_traced(gate) or gate.shape != up.shape or gate.dtype != up.dtype:
+            return primal(gate, up, **options)
+        return product(gate, up, **options)
 
     return gated
 

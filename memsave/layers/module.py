@@ -63,7 +63,7 @@ def register(*rows: Layer) -> Callable[[M], M]:
     the same state, and another ``forward`` of the same signature, whose outputs and gradients are
     the same. The last one registered for a class is the default; :func:`unregister` undoes it.
     Its ``repr`` shows the package. ``torch.jit.script`` compiles the stock module in its place, and
-    ``torch.fx`` traces a call of it as it does one of the stock module.
+    ``torch.fx`` traces that.
 
     Args:
         *rows: The rows of the table that the drop-in runs. Reports and ``coverage`` show them.
@@ -148,22 +148,15 @@ def _dress(cls: Class, stock: Class) -> None:
         return plain
 
     def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        # A tracer of torch.fx takes modules of torch.nn for leaves, and looks into others.
-        input = args[0] if args else kwargs.get("input")
-        if isinstance(input, fx.Proxy) and stock.__module__.startswith("torch.nn"):
-            tracer: Any = input.tracer
-            return tracer.call_module(self, _node(self, tracer), args, kwargs)
-        return stock.__call__(self, *args, **kwargs)
+        input = args[0] if args else next(iter(kwargs.values()), None)
+        if not isinstance(input, fx.Proxy) or type(self) is not cls:
+            return stock.__call__(self, *args, **kwargs)
+        self.__class__ = stock  # which tracers of torch.fx know
+        try:
+            return self(*args, **kwargs)
+        finally:
+            self.__class__ = cls
 
     cls.__call__ = __call__  # type: ignore[method-assign]
     cls._get_name = lambda self: f"memsave.{cls.__name__}"  # type: ignore[method-assign]
     cls.__prepare_scriptable__ = __prepare_scriptable__  # type: ignore[attr-defined]
-
-
-def _node(module: nn.Module, tracer: Any) -> Callable[..., fx.Proxy]:
-    """What a tracer does for a leaf."""
-
-    def node(*args: Any, **kwargs: Any) -> fx.Proxy:
-        return tracer.create_proxy("call_module", tracer.path_of_module(module), args, kwargs)
-
-    return node
