@@ -18,6 +18,7 @@ EXPERIMENTS = (
     "zoo",
     "step_time",
     "dropout_rows",
+    "functional_mode",
     "flax_scenarios",
     "flax_layers",
     "flax_freezing",

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from . import functional, nn, spec
     from ._convert import Coverage, convert, coverage, revert
+    from ._functional_mode import functional_mode
     from ._report import Report, report
     from .layers.module import register, unregister
 
@@ -22,6 +23,7 @@ __all__ = [
     "convert",
     "coverage",
     "functional",
+    "functional_mode",
     "nn",
     "register",
     "report",
@@ -37,6 +39,7 @@ _HOMES = {
     "Report": "_report",
     "convert": "_convert",
     "coverage": "_convert",
+    "functional_mode": "_functional_mode",
     "register": "layers.module",
     "report": "_report",
     "revert": "_convert",

@@ -31,6 +31,7 @@ from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor, is_legacy_batchedtensor
 from torch.autograd import forward_ad
 from torch.autograd.function import Function, FunctionCtx
+from torch.overrides import _get_current_function_mode, _pop_mode_temporarily
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .kernels.reference import Like
@@ -126,6 +127,9 @@ def differentiable(rule: Rule) -> Callable[..., Any]:
     names, wantable = tuple(row.args), frozenset(row.reads)
 
     def layer(*args: Any, **options: Any) -> Any:
+        if not torch.compiler.is_compiling() and _asks_for_layers():
+            with _pop_mode_temporarily():
+                return layer(*args, **options)
         wrt = _mask(names, wantable, args) if torch.is_grad_enabled() else None
         if not wrt or _stock_only(rule, args, options):
             return primal(*args, **options)
@@ -188,7 +192,7 @@ def _function(rule: Rule) -> type[Function]:
             saved = Residuals(row, ctx.wrt, saved)
         # The caller may run backward under autocast; gradients have the dtypes of forward.
         device = next(one.device.type for one in gs if one is not None)
-        amp = _amp_enabled(device)
+        amp = amp_enabled(device)
         with torch.autocast(device, enabled=False) if amp else nullcontext():
             grads = rule.bwd(g, ctx.wrt, saved, ctx.shapes, **ctx.options)
         return (None, None, *(grads[name] if name in ctx.wrt else None for name in names))
@@ -207,6 +211,13 @@ def _function(rule: Rule) -> type[Function]:
     name = "Memsave" + "".join(part.capitalize() for part in parts)
     body = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
     return type(name, (Function,), body)
+
+
+def _asks_for_layers() -> bool:
+    """Whether the innermost mode would replace the stock ops of a layer, which is one already."""
+    if not torch._C._len_torch_function_stack():
+        return False
+    return getattr(_get_current_function_mode(), "asks_for_layers", False)
 
 
 @contextmanager
@@ -307,7 +318,8 @@ _AUTOCAST = frozenset(
 )
 
 
-def _amp_enabled(device: str) -> bool:
+def amp_enabled(device: str) -> bool:
+    """Whether autocast is on, on this type of device."""
     return device in _AUTOCAST and torch.is_autocast_enabled(device)
 
 
@@ -320,7 +332,7 @@ def _autocast_dtype(rule: Rule, args: tuple[Any, ...]) -> torch.dtype | None:
     if not rule.autocast:
         return None
     device = args[0].device.type
-    if not _amp_enabled(device):
+    if not amp_enabled(device):
         return None
     if isinstance(rule.autocast, bool):
         return torch.get_autocast_dtype(device)

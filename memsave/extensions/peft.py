@@ -18,10 +18,10 @@ from peft.tuners.lora import layer as lora
 from torch import Tensor, nn
 
 from .. import kernels
-from ..function import Grads, Mask, Saved, Shapes, _amp_enabled, define
+from ..function import Grads, Mask, Saved, Shapes, amp_enabled, define
 from ..kernels.reference import Like
 from ..layers import dropout as dropouts, linear as linears
-from ..layers.module import drop_in
+from ..layers.module import drop_in, is_hooked
 from ..spec import Extra, Layer
 
 # The first factor of an adapter: ``linear(dropout(x), weight)``, in the dtype of the weight, or in
@@ -184,7 +184,7 @@ def _is_served(layer: lora.Linear, adapters: list[str], x: Any) -> bool:
 def _multiplied_in(weight: Tensor) -> torch.dtype:
     """The dtype in which a linear layer of this weight multiplies."""
     device = weight.device.type
-    return torch.get_autocast_dtype(device) if _amp_enabled(device) else weight.dtype
+    return torch.get_autocast_dtype(device) if amp_enabled(device) else weight.dtype
 
 
 def _is_plain(layer: lora.Linear, adapter: str) -> bool:
@@ -201,6 +201,4 @@ def _is_plain(layer: lora.Linear, adapter: str) -> bool:
 
 def _is_op(module: nn.Module, classes: tuple[type[nn.Module], ...]) -> bool:
     """Whether a call of a module is the op of its class, and nobody looks on."""
-    hooked = module._forward_hooks or module._forward_pre_hooks
-    hooked = hooked or module._backward_hooks or module._backward_pre_hooks
-    return type(module) in classes and "forward" not in vars(module) and not hooked
+    return type(module) in classes and "forward" not in vars(module) and not is_hooked(module)

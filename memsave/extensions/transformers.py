@@ -24,7 +24,7 @@ from transformers.pytorch_utils import Conv1D
 from .. import spec
 from ..function import Grads, Mask, Saved, Shapes, define, is_traced
 from ..layers.gated import define_gated, geglu, gelu_gradient, swiglu
-from ..layers.module import STOCK, Class, as_stock, derive, recogniser
+from ..layers.module import STOCK, Class, as_stock, derive, is_hooked, recogniser
 from ..layers.norm import Gs, from_input
 from ..spec import Layer
 
@@ -108,8 +108,7 @@ for _stock, _python in PYTHON.items():
 
 def gated(act: nn.Module, gate: Tensor, up: Tensor) -> Tensor:
     """``act(gate) * up``, as a gated product where the activation has one and no hooks."""
-    hooked = act._forward_hooks or act._forward_pre_hooks
-    product = None if hooked or act._backward_hooks or act._backward_pre_hooks else _product(act)
+    product = None if is_hooked(act) else _product(act)
     return act(gate) * up if product is None else product(gate, up)
 
 

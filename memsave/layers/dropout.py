@@ -49,9 +49,12 @@ def _bwd(
 ) -> Grads:
     like = shapes["y"]
     assert like is not None
-    # The fused kernel multiplies by the rounded reciprocal, the other op divides.
-    one, over = (1 / (1 - p), 1) if _fused(g, inplace) else (1, 1 - p)
-    return {"x": _apply(g, kernels.unpack(saved["kept"], like, one, g.dtype, over))}
+    if not _fused(g, inplace):
+        return {"x": _apply(g, kernels.unpack(saved["kept"], like, 1, g.dtype, 1 - p))}
+    # The fused kernel multiplies by the reciprocal, in at least float32.
+    wide = torch.promote_types(g.dtype, torch.float32)
+    noise = kernels.unpack(saved["kept"], like, 1 / (1 - p), wide, 1)
+    return {"x": _apply(g, noise).to(g.dtype)}
 
 
 def _generator(device: torch.device) -> torch.Generator:

@@ -107,19 +107,21 @@ def _register(rows: tuple[Layer, ...], *, default: bool) -> Callable[[M], M]:
 def derive(stock: Class, forward: Callable[..., Any], *rows: Layer) -> Class:
     """Make and register a drop-in with this ``forward``, for a class that is one of many.
 
-    No module has it by name, so its instances pickle as what is offered for the stock class.
+    No module has it by name, so its instances pickle as one of those offered for the stock class.
     """
 
     def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
-        return _rebuild, (stock,), self.__getstate__()  # type: ignore[operator]
+        place = offered(stock).index(cls) if cls in offered(stock) else None
+        return _rebuild, (stock, place), self.__getstate__()  # type: ignore[operator]
 
     body = {"forward": forward, "__reduce_ex__": __reduce_ex__, "__doc__": stock.__doc__}
-    return drop_in(*rows)(type(stock.__name__, (stock,), {**body, "__module__": __name__}))
+    cls: Class = type(stock.__name__, (stock,), {**body, "__module__": __name__})
+    return drop_in(*rows)(cls)
 
 
-def _rebuild(stock: Class) -> nn.Module:
+def _rebuild(stock: Class, place: int | None) -> nn.Module:
     extensions.load()
-    cls = (offered(stock) or [stock])[0]
+    cls = stock if place is None else offered(stock)[place]
     return cls.__new__(cls)
 
 
@@ -137,6 +139,12 @@ def unregister(cls: Class) -> None:
     candidates.remove(cls)
     if not candidates:
         del DROP_INS[STOCK[cls]]
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Whether a call of it is seen by hooks of its own."""
+    forward = module._forward_hooks or module._forward_pre_hooks
+    return bool(forward or module._backward_hooks or module._backward_pre_hooks)
 
 
 def _dress(cls: Class, stock: Class) -> None:

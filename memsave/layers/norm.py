@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import spec
-from ..function import Grads, Mask, Saved, Shapes, define
+from ..function import Grads, Mask, Saved, Shapes, define, is_traced
 from .batch_norm import batch_norm, wide_dtype
 from .module import drop_in
 from .shape import FORMATS, in_format
@@ -416,9 +416,11 @@ _rms_norm_from_output = define(
 def _over_last(
     input: Tensor, normalized_shape: Sequence[int], *params: Tensor | None
 ) -> tuple[Any, ...] | None:
-    """The input and parameters with the normalized axes as one; None where stock is to raise."""
+    """The input and parameters with the normalized axes as one; None where stock is to run."""
     dims = len(normalized_shape)
     shape = tuple(normalized_shape)
+    if is_traced(input):
+        return None
     if not dims or tuple(input.shape[-dims:]) != shape:
         return None
     if any(param is not None and tuple(param.shape) != shape for param in params):
