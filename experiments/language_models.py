@@ -18,7 +18,7 @@ import memsave
 
 from .measure import print_table, write_results
 
-Inputs = dict[str, torch.Tensor]
+Inputs = dict[str, Any]
 
 
 class Job(NamedTuple):

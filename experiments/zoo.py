@@ -6,6 +6,7 @@ Models of timm, transformers and torchvision, small or of full size: never above
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import warnings
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from tqdm import tqdm
 
 import memsave
 
-from .measure import print_table, write_results
+from .measure import RESULTS, print_table, write_results
 
 Inputs = dict[str, Any]
 
@@ -190,6 +191,7 @@ def options(parser: argparse.ArgumentParser) -> None:
         "--all", action="store_true", help="every model of timm, of full size (an hour or two)"
     )
     parser.add_argument("--only", default="", help="names that contain this")
+    parser.add_argument("--resume", action="store_true", help="go on where a run was stopped")
     parser.add_argument("--workers", type=int, default=2)
 
 
@@ -237,14 +239,29 @@ def named(model: nn.Module, inputs: Inputs) -> Inputs:
     return {next(iter(inspect.signature(model.forward).parameters)): inputs["x"]}
 
 
+COMMAND = "python -m experiments run zoo"
+
+
+def _already(file: str) -> list[dict[str, Any]]:
+    """The results of a run that was stopped."""
+    path = RESULTS / f"{file}.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()[1:]] if path.exists() else []
+
+
 def main(args: argparse.Namespace) -> int:
     """Print ratios by architecture and case; 1 if one is above stock."""
     import timm
 
     names = [name for name in (timm.list_models() if args.all else small()) if args.only in name]
+    file, command = ("zoo_all", f"{COMMAND} --all") if args.all else ("zoo", COMMAND)
+    rows = _already(file) if args.resume else []
+    done = {row["model"] for row in rows}
+    names = [name for name in names if name not in done]
     with ProcessPoolExecutor(args.workers) as pool:
         found = pool.map(measure, names, [args.all] * len(names))
-        rows = [row for some in tqdm(found, "zoo", total=len(names)) for row in some]
+        for some in tqdm(found, "zoo", total=len(names)):
+            rows += some
+            write_results(file, command, rows)
     ratios: dict[str, dict[str, float]] = {}
     for row in rows:
         if "ratio" in row:
@@ -261,7 +278,5 @@ def main(args: argparse.Namespace) -> int:
         print(f"not measured: {row['model']}: {row['error']}")
     above = [row for row in rows if row.get("ratio", 0) > 1]
     print(f"{len(ratios)} models measured, {len(failed)} not; above stock: {len(above)} cases")
-    command = f"python -m experiments run zoo{' --all' if args.all else ''}"
-    name = "zoo_all" if args.all else "zoo"
-    print(f"written to {write_results(name, command, rows)}")
+    print(f"written to {write_results(file, command, rows)}")
     return bool(above)

@@ -48,6 +48,8 @@ def _takes_arguments_of(ours: Function, name: str) -> bool:
     if op is None:
         return False
     schema = getattr(op, op.overloads()[0])._schema
+    if len(schema.returns) != 1:  # as torch.adaptive_max_pool1d, whose indices ours leaves out
+        return False
     theirs = [argument.name.replace("self", "input") for argument in schema.arguments]
     return theirs == [*signature(ours).parameters][: len(theirs)]
 

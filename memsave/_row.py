@@ -22,12 +22,13 @@ class Extra:
 
     Args:
         axes: Its named axes; an axis that no argument has is free (its size is the backend's).
-        bits: Bits per element; a function of the options; or ``None`` for an extra whose dtype
-            follows the computation (statistics), to be passed to :meth:`Layer.saved_bits`.
+        bits: Bits per element; a function of the options and the sizes of the named axes; or
+            ``None`` for an extra whose dtype follows the computation (statistics), to be passed to
+            :meth:`Layer.saved_bits`.
     """
 
     axes: str
-    bits: int | Callable[[Mapping[str, Any]], int] | None = None
+    bits: int | Callable[[Mapping[str, Any], Mapping[str, Shape]], int] | None = None
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class Layer:
         extras: The residuals that are neither arguments nor ``y``.
         op: What the row computes; rows with one ``op`` are interchangeable. Default: ``name``.
         optional: Arguments that may be absent.
+        integers: The arguments that are integers, each with the axis that it holds indices into.
         options: Static options with the values that the tests draw; the first is the default.
         inplace: Whether the option ``inplace`` makes ``y`` overwrite the first argument.
         wide: Whether it is only for arguments of at least 32 bits: what the gradients read is
@@ -58,13 +60,14 @@ class Layer:
     extras: Mapping[str, Extra] = field(default_factory=dict)
     op: str = ""
     optional: tuple[str, ...] = ()
+    integers: Mapping[str, str] = field(default_factory=dict)
     options: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     inplace: bool = False
     wide: bool = False
     _saves: Mapping[frozenset[str], tuple[str, ...]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        for name in ("args", "reads", "extras", "options"):
+        for name in ("args", "reads", "extras", "integers", "options"):
             object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
         object.__setattr__(self, "op", self.op or self.name)
         self._validate()
@@ -91,6 +94,11 @@ class Layer:
         for name in self.optional:
             if name not in self.args:
                 fail(f"the optional {name!r} is no argument")
+        for name, axis in self.integers.items():
+            if name not in self.args or name in self.reads:
+                fail(f"the integers {name!r} are no argument without a gradient")
+            if not any(axis in axes.split() for axes in self.args.values()):
+                fail(f"the integers {name!r} are indices into {axis!r}, which is no axis")
         for axes in (*self.args.values(), self.y, *(e.axes for e in self.extras.values())):
             if sum(token.startswith("*") for token in axes.split()) > 1:
                 fail(f"{axes!r} has more than one starred axis")
@@ -128,7 +136,9 @@ class Layer:
         """Who pays for a residual: nobody, maybe a neighbour too, or this layer alone."""
         if residual in self.extras:
             return "owned"
-        if residual == "y" or self.args[residual] == next(iter(self.args.values())):
+        if residual == "y" or residual in self.integers:
+            return "shared"
+        if self.args[residual] == next(iter(self.args.values())):
             return "shared"
         return "parameters"
 
@@ -154,7 +164,7 @@ class Layer:
 
         Args:
             wrt: The arguments whose gradient is wanted.
-            shapes: Shape of every argument (``None`` where absent) and of ``y``; of an extra only
+            shapes: Shape of every argument that is not absent and of ``y``; of an extra only
                 if one of its axes is free.
             bits: Bits per element of arguments and ``y``, and of extras whose dtype is free.
             options: The static options of the call.
@@ -170,11 +180,11 @@ class Layer:
         for name in self.saves(frozenset(wrt)):
             if name in self.extras:
                 extra = self.extras[name]
-                each = extra.bits(options) if callable(extra.bits) else extra.bits
+                each = extra.bits(options, sizes) if callable(extra.bits) else extra.bits
                 each = bits[name] if each is None else each
                 saved[name] = _packed(_shape(extra.axes, sizes, options), each, packing)
-            elif shapes[name] is not None:
-                saved[name] = math.prod(shapes[name] or ()) * bits[name]
+            elif (shape := shapes.get(name)) is not None:
+                saved[name] = math.prod(shape) * bits[name]
         return saved
 
     def _bind(

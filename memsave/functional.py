@@ -30,16 +30,28 @@ from .layers.conv import (
 )
 from .layers.curve import logsigmoid, softsign, tanhshrink
 from .layers.dropout import alpha_dropout, dropout, dropout1d, dropout2d, dropout3d
+from .layers.embedding import embedding
 from .layers.gated import geglu, swiglu
 from .layers.linear import linear
+from .layers.loss import cross_entropy
 from .layers.norm import group_norm, instance_norm, layer_norm, rms_norm
 from .layers.padding import pad
-from .layers.pooling import max_pool1d, max_pool2d, max_pool3d
+from .layers.pooling import (
+    adaptive_max_pool1d,
+    adaptive_max_pool2d,
+    adaptive_max_pool3d,
+    max_pool1d,
+    max_pool2d,
+    max_pool3d,
+)
 
 __all__ = [
     "adaptive_avg_pool1d",
     "adaptive_avg_pool2d",
     "adaptive_avg_pool3d",
+    "adaptive_max_pool1d",
+    "adaptive_max_pool2d",
+    "adaptive_max_pool3d",
     "alpha_dropout",
     "avg_pool1d",
     "avg_pool2d",
@@ -51,10 +63,12 @@ __all__ = [
     "conv_transpose1d",
     "conv_transpose2d",
     "conv_transpose3d",
+    "cross_entropy",
     "dropout",
     "dropout1d",
     "dropout2d",
     "dropout3d",
+    "embedding",
     "geglu",
     "group_norm",
     "hardshrink",

@@ -1,7 +1,7 @@
 """The layers as modules, named and signed like those of :mod:`torch.nn`.
 
-Those named ``...FromOutput`` and ``DropoutFromRng`` run other rows of the same op (see
-``convert(policy=)``).
+Those named ``...FromOutput``, ``DropoutFromRng`` and ``EmbeddingCompact`` run other rows of the
+same op (see ``convert(policy=)``).
 """
 
 from .layers.activation import (
@@ -51,7 +51,9 @@ from .layers.dropout import (
     Dropout3d,
     DropoutFromRng,
 )
+from .layers.embedding import EmbeddingCompact
 from .layers.linear import Linear
+from .layers.loss import CrossEntropyLoss
 from .layers.norm import (
     GroupNorm,
     GroupNormFromOutput,
@@ -71,12 +73,22 @@ from .layers.padding import (
     ReplicationPad2d,
     ReplicationPad3d,
 )
-from .layers.pooling import MaxPool1d, MaxPool2d, MaxPool3d
+from .layers.pooling import (
+    AdaptiveMaxPool1d,
+    AdaptiveMaxPool2d,
+    AdaptiveMaxPool3d,
+    MaxPool1d,
+    MaxPool2d,
+    MaxPool3d,
+)
 
 __all__ = [
     "AdaptiveAvgPool1d",
     "AdaptiveAvgPool2d",
     "AdaptiveAvgPool3d",
+    "AdaptiveMaxPool1d",
+    "AdaptiveMaxPool2d",
+    "AdaptiveMaxPool3d",
     "AlphaDropout",
     "AvgPool1d",
     "AvgPool2d",
@@ -91,12 +103,14 @@ __all__ = [
     "ConvTranspose1d",
     "ConvTranspose2d",
     "ConvTranspose3d",
+    "CrossEntropyLoss",
     "Dropout",
     "Dropout1d",
     "Dropout2d",
     "Dropout3d",
     "DropoutFromRng",
     "ELUFromOutput",
+    "EmbeddingCompact",
     "GroupNorm",
     "GroupNormFromOutput",
     "Hardshrink",

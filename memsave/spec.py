@@ -6,7 +6,7 @@ explain and predict, and the tests draw their cases from it. It needs the standa
 Vocabulary
 ----------
 argument   a tensor input of the layer, declared with named axes. The keys of ``reads`` are those
-           that can want a gradient; the others (running statistics) are only read.
+           that can want a gradient; the others (running statistics, indices) are only read.
 ``y``      the (first) output.
 extra      a tensor that forward makes on purpose for backward.
 residual   what backward may read: an argument, ``y``, or an extra.
@@ -39,9 +39,19 @@ from ._row import (
 
 
 def offset_bits(kernel: Iterable[int]) -> int:
-    """Bits of the integer that holds an offset in a window of these sizes."""
+    """Bits of the integer that holds an offset in a window of these sizes (an index into them)."""
     places = math.prod(kernel)
     return 8 if places <= 1 << 8 else 16 if places <= 1 << 15 else 32
+
+
+def adaptive_kernel(inputs: Iterable[int], outputs: Iterable[int]) -> list[int]:
+    """Sizes of the largest window of adaptive pooling: the ``k``-th along an axis begins at
+    ``k * input / output``, rounded down, and ends at ``(k + 1) * input / output``, rounded up.
+    """
+    return [
+        max([1, *[-(-(k + 1) * size // count) - k * size // count for k in range(count)]])
+        for size, count in zip(inputs, outputs, strict=True)
+    ]
 
 
 def _spatial(dims: int) -> tuple[str, str, str]:
@@ -89,7 +99,7 @@ def _conv_transpose(dims: int) -> Layer:
 def _max_pool(dims: int) -> Layer:
     x, _, y = _spatial(dims)
 
-    def bits(options: Mapping[str, Any]) -> int:
+    def bits(options: Mapping[str, Any], sizes: Mapping[str, Shape]) -> int:
         size = options["kernel_size"]
         return offset_bits([size] * dims if isinstance(size, int) else size)
 
@@ -107,6 +117,23 @@ def _max_pool(dims: int) -> Layer:
             "ceil_mode": (False, True),
             "return_indices": (False, True),
         },
+    )
+
+
+def _adaptive_max_pool(dims: int) -> Layer:
+    x, _, y = _spatial(dims)
+
+    def bits(options: Mapping[str, Any], sizes: Mapping[str, Shape]) -> int:
+        inputs, outputs = ([sizes[axis][0] for axis in axes.split()] for axes in (x, y))
+        return offset_bits(adaptive_kernel(inputs, outputs))
+
+    return Layer(
+        f"adaptive_max_pool{dims}d",
+        args={"x": f"*n c {x}"},
+        y=f"*n c {y}",
+        reads={"x": ("offsets",)},
+        extras={"offsets": Extra(f"*n c {y}", bits=bits)},
+        options={"output_size": (2, 1, 3), "return_indices": (False, True)},
     )
 
 
@@ -326,6 +353,9 @@ FEATURE_DROPOUT = _selecting(
 ALPHA_DROPOUT = _selecting("alpha_dropout", "kept", p=(0.5, 0.1, 0.9), inplace=_INPLACE)
 
 MAX_POOL1D, MAX_POOL2D, MAX_POOL3D = _max_pool(1), _max_pool(2), _max_pool(3)
+ADAPTIVE_MAX_POOL1D, ADAPTIVE_MAX_POOL2D, ADAPTIVE_MAX_POOL3D = (
+    _adaptive_max_pool(d) for d in (1, 2, 3)
+)
 
 
 def _of_shapes(name: str, x: str, y: str, **options: Any) -> Layer:
@@ -361,6 +391,50 @@ PAD = _of_shapes(
     "*m",
     pad=((1, 0, 0, 2), (1, 1), (2, 0), (1, 1, 0, 1, 2, 0)),
     mode=("reflect", "replicate", "circular"),
+)
+
+_EMBEDDING: dict[str, Any] = {
+    "args": {"weight": "v i", "indices": "*n"},
+    "y": "*n i",
+    "integers": {"indices": "v"},
+}
+EMBEDDING = Layer("embedding", reads={"weight": ("indices",)}, **_EMBEDDING)
+# Where nobody else keeps the indices: in the smallest integers that hold them.
+EMBEDDING_COMPACT = Layer(
+    "embedding_compact",
+    op="embedding",
+    reads={"weight": ("ids",)},
+    extras={"ids": Extra("*n", bits=lambda options, sizes: offset_bits(sizes["v"]))},
+    **_EMBEDDING,
+)
+
+
+def _cross_entropy(name: str, target: str, **fields: Any) -> Layer:
+    """Of logits, whose softmax is computed again: no log-probabilities are kept."""
+    return Layer(
+        name,
+        args={"x": "n c *s", "target": target, "weight": "c"},
+        y="*m",
+        reads={"x": ("x", "target", "weight")},
+        optional=("weight",),
+        **fields,
+    )
+
+
+CROSS_ENTROPY = _cross_entropy(
+    "cross_entropy",
+    "n *s",
+    integers={"target": "c"},
+    options={
+        "ignore_index": (-100, 1),
+        "reduction": ("mean", "sum", "none"),
+        "label_smoothing": (0.0, 0.1),
+    },
+)
+CROSS_ENTROPY_OF_PROBABILITIES = _cross_entropy(
+    "cross_entropy_of_probabilities",
+    "n c *s",
+    options={"reduction": ("mean", "sum", "none"), "label_smoothing": (0.0, 0.1)},
 )
 
 TABLE: Mapping[str, Layer] = MappingProxyType(

@@ -42,8 +42,10 @@ from .layers.curve import (
     tanh_shrink,
 )
 from .layers.dropout import alpha_dropout, dropout, dropout_from_rng, feature_dropout
+from .layers.embedding import embedding, embedding_compact
 from .layers.gated import geglu, swiglu
 from .layers.linear import linear
+from .layers.loss import cross_entropy
 from .layers.norm import (
     group_norm,
     group_norm_from_output,
@@ -55,9 +57,10 @@ from .layers.norm import (
     rms_norm_from_output,
 )
 from .layers.padding import pad
-from .layers.pooling import max_pool
+from .layers.pooling import adaptive_max_pool, max_pool
 
 __all__ = [
+    "adaptive_max_pool",
     "alpha_dropout",
     "avg_pool",
     "batch_norm",
@@ -65,10 +68,13 @@ __all__ = [
     "celu_from_output",
     "conv",
     "conv_transpose",
+    "cross_entropy",
     "dropout",
     "dropout_from_rng",
     "elu",
     "elu_from_output",
+    "embedding",
+    "embedding_compact",
     "feature_dropout",
     "geglu",
     "gelu",

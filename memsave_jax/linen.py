@@ -58,6 +58,7 @@ __all__ = [
     "Coverage",
     "Dense",
     "Dropout",
+    "Embed",
     "Entry",
     "GroupNorm",
     "InstanceNorm",
@@ -106,6 +107,7 @@ _instance_norm = inspect.unwrap(nn.InstanceNorm.__call__)
 _rms_norm = inspect.unwrap(nn.RMSNorm.__call__)
 _prelu = inspect.unwrap(nn.PReLU.__call__)
 _dropout = inspect.unwrap(nn.Dropout.__call__)
+_embed = inspect.unwrap(nn.Embed.__call__)
 
 
 def _operands(module: Any, inputs: Any, shape: tuple[int, ...]) -> Any:
@@ -390,3 +392,20 @@ class Dropout(nn.Dropout):
             return _dropout(self, inputs, deterministic, rng)
         key = self.make_rng(self.rng_collection) if rng is None else rng
         return functional.dropout(inputs, self.rate, key, broadcast_dims=self.broadcast_dims)
+
+
+@drop_in(spec.EMBEDDING)
+class Embed(nn.Embed):
+    """As :class:`flax.linen.Embed`. Keeps the indices as they are."""
+
+    def __call__(self, inputs: Array) -> Array:
+        if (
+            self.promote_dtype is not promote_dtype
+            or self.num_embeddings == 1
+            or not jnp.issubdtype(inputs.dtype, jnp.integer)
+        ):
+            return _embed(self, inputs)
+        (weight,) = promote_dtype(self.embedding, dtype=self.dtype, inexact=False)
+        return functional.embedding(
+            self.embedding if weight.dtype == self.embedding.dtype else weight, inputs
+        )

@@ -66,6 +66,8 @@ __all__ = [
     "Coverage",
     "Dropout",
     "DropoutFromRng",
+    "Embed",
+    "EmbedCompact",
     "Entry",
     "GroupNorm",
     "InstanceNorm",
@@ -376,6 +378,39 @@ def _prelu(layer: nnx.PReLU, function: Callable[..., Array], inputs: Any) -> Arr
     if layer.dtype is not None:
         inputs, slope = _promoted(layer.dtype, inputs, slope)
     return function(inputs, slope)
+
+
+@drop_in(spec.EMBEDDING)
+class Embed(nnx.Embed):
+    """As :class:`flax.nnx.Embed`. Keeps the indices as they are."""
+
+    def __call__(self, inputs: Any, out_sharding: Any = None) -> Array:
+        return _embed(self, functional.embedding, inputs, out_sharding)
+
+
+@drop_in(spec.EMBEDDING_COMPACT)
+class EmbedCompact(nnx.Embed):
+    """As :class:`flax.nnx.Embed`. Keeps the indices in the smallest integers that hold them.
+
+    (Of indices that are too large, for which stock gives nan, the gradient is not stock's.)
+    """
+
+    def __call__(self, inputs: Any, out_sharding: Any = None) -> Array:
+        return _embed(self, functional.embedding_compact, inputs, out_sharding)
+
+
+def _embed(
+    layer: nnx.Embed, function: Callable[..., Array], inputs: Any, out_sharding: Any
+) -> Array:
+    """The function with the layer's parameter; stock where nothing is looked up, or it raises."""
+    if (
+        layer.promote_dtype is not promote_dtype
+        or layer.num_embeddings == 1
+        or not jnp.issubdtype(inputs.dtype, jnp.integer)
+        or out_sharding is not None
+    ):
+        return nnx.Embed.__call__(layer, inputs, out_sharding)
+    return function(_cast(layer.embedding[...], layer.dtype), inputs)
 
 
 def _widens(narrow: Any, wide: Any) -> bool:

@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 import memsave.functional
 import memsave.nn
 from memsave.function import RULES, differentiable
-from memsave.layers.module import DROP_INS
+from memsave.layers.module import DROP_INS, ROWS
 from memsave.spec import TABLE, Layer
 
 SIZE = 4  # of every axis but those of batches and kernels
@@ -27,8 +27,19 @@ def drop_ins(cls: type[nn.Module]) -> list[type[nn.Module]]:
     return [drop_in for drop_in in DROP_INS[cls] if drop_in is not cls]
 
 
-every_class = pytest.mark.parametrize(
-    "cls", [cls for cls in DROP_INS if drop_ins(cls)], ids=lambda cls: cls.__name__
+def takes_one(cls: type[nn.Module]) -> bool:
+    """Whether its ``forward`` takes one tensor. (A loss takes a target, too.)"""
+    parameters = list(inspect.signature(cls.forward).parameters.values())[1:]
+    return sum(p.default is p.empty for p in parameters) == 1
+
+
+every_class, every_loss = (
+    pytest.mark.parametrize(
+        "cls",
+        [cls for cls in DROP_INS if drop_ins(cls) and takes_one(cls) == one],
+        ids=lambda cls: cls.__name__,
+    )
+    for one in (True, False)
 )
 
 # Values for the constructor arguments that have no default.
@@ -38,6 +49,8 @@ REQUIRED = {
     "in_features": SIZE,
     "out_features": SIZE,
     "num_features": SIZE,
+    "num_embeddings": SIZE,
+    "embedding_dim": SIZE,
     "num_channels": SIZE,
     "num_groups": 2,
     "normalized_shape": SIZE,
@@ -72,18 +85,22 @@ def inputs(
     generator = torch.Generator().manual_seed(0)
     args = {}
     for name, axes in row.args.items():
-        is_input = axes == next(iter(row.args.values()))
-        value = torch.randn(_shape(axes, is_input), generator=generator)
+        shape = _shape(row, axes)
+        if name in row.integers:
+            args[name] = torch.randint(SIZE, shape, generator=generator)
+            continue
+        value = torch.randn(shape, generator=generator)
         value = value if name in row.reads else value.abs() + 0.5
         args[name] = value.to(dtype).requires_grad_(name in wrt)
     return args
 
 
-def _shape(axes: str, is_input: bool) -> tuple[int, ...]:
-    tokens = axes.split()
-    spatial = sum(token in ("l", "h", "w", "d") for token in tokens)
-    rank = (2 + spatial if spatial else 4) if is_input else len(tokens)
-    spare = rank - len(tokens) + 1
+def _shape(row: Layer, axes: str) -> tuple[int, ...]:
+    """A starred axis is as many as the first argument needs to have an image's axes."""
+    first, tokens = next(iter(row.args.values())).split(), axes.split()
+    spatial = sum(token in ("l", "h", "w", "d") for token in first)
+    rank = 2 + spatial if spatial else 4
+    spare = rank - len(first) + 1 if {*first} & {*tokens} else 1  # (that of another: one)
     sizes = [[SIZE] * spare if t[0] == "*" else [2 if t in ("kl", "kh", "kw", "kd") else SIZE]
              for t in tokens]  # fmt: skip
     flat = [size for group in sizes for size in group]
@@ -210,9 +227,11 @@ def build(cls: type[nn.Module], **overrides: Any) -> nn.Module:
 
 
 def module_input(cls: type[nn.Module]) -> Tensor:
-    """An input of ``build(cls)`` that wants a gradient."""
+    """An input of ``build(cls)`` that wants a gradient, or indices."""
+    generator = torch.Generator().manual_seed(4)
+    if any(row.integers for row in ROWS[drop_ins(cls)[0]]):
+        return torch.randint(SIZE, (2, SIZE), generator=generator)
     suffix = cls.__name__[-2:]
     dims = int(suffix[0]) if suffix in ("1d", "2d", "3d") else 2
     shape = (2, *[SIZE] * (dims + 1))
-    generator = torch.Generator().manual_seed(4)
     return torch.randn(shape, generator=generator).double().requires_grad_()

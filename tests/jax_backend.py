@@ -30,8 +30,11 @@ from memsave_jax.function import Form, Rule
 UNKNOWN = {"inplace", "return_indices", "momentum"}
 #: Every row is checked in the default form. What the other one does does not depend on the row, nor
 #: what else stays alive, so unless there is time these are checked on rows that differ in kind: in
-#: what they keep, in how many outputs they have, in what they draw.
-KINDS = {"batch_norm_train", "conv_transpose2d", "dropout_from_rng", "max_pool2d", "relu"}
+#: what they keep, in how many outputs they have, in what they draw, in what they take.
+KINDS = {
+    *("batch_norm_train", "conv_transpose2d", "dropout_from_rng", "max_pool2d", "relu"),
+    *("cross_entropy", "embedding_compact"),
+}
 
 
 def _wide(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -119,7 +122,7 @@ class Jax:
         try:
             call = self._call(row, replace(case, special=False), stock=True)
             outputs, pull = jax.eval_shape(lambda *w: jax.vjp(call, *w), *call.wanted)
-            jax.eval_shape(lambda pull: pull(outputs), pull)
+            jax.eval_shape(lambda pull, g: pull(g), pull, outputs)
             outputs = jax.tree.leaves(jax.jit(call)(*call.wanted))
         except Exception:
             return False

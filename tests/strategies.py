@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from hypothesis import assume, strategies as st
 from memsave.spec import TABLE, Layer, Shape
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
+INTEGERS = ("int64", "int32")
 LAYOUTS = ("contiguous", "channels_last", "transposed", "strided")
 #: Where functions have kinks, and where they end.
 SPECIAL = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, 0.5, -0.5, 1.0, -1.0, 3.0, -3.0, 6.0, 40.0])
@@ -30,6 +31,7 @@ class Case:
     Args:
         shapes, dtypes: Of every argument; the shape is ``None`` where it is absent.
         options: The static options.
+        indices: Of arguments that are integers, the size of the axis that they are indices into.
         wrt: The arguments whose gradient is wanted.
         layout, g_layout: How the arguments, and the incoming gradient, lie in memory.
         special: Whether values include signed zeros, infinities and nan.
@@ -40,14 +42,17 @@ class Case:
     dtypes: Mapping[str, str]
     options: Mapping[str, Any]
     wrt: frozenset[str]
+    indices: Mapping[str, int] = field(default_factory=dict)
     layout: str = "contiguous"
     g_layout: str = "contiguous"
     special: bool = False
     seed: int = 0
 
     def values(self, name: str, shape: Shape) -> np.ndarray:
-        """The values of an argument: distinct and not zero (no kinks), or special."""
+        """The values of an argument: distinct and not zero (no kinks), special, or indices."""
         random = np.random.default_rng([self.seed, zlib.crc32(name.encode())])
+        if name in self.indices:
+            return random.integers(0, max(1, self.indices[name]), shape)
         if self.special:
             return random.choice(SPECIAL, size=shape)
         size = max(1, math.prod(shape))
@@ -124,11 +129,13 @@ def cases(
         axis = row.args[first].split()[0].lstrip("*")
         sizes[axis] = (0, *sizes[axis][1:])
         shapes[first] = _shape(row.args[first], sizes, options)
+    floats = {name: "float32" if mixed and name != first else dtype for name in shapes}
     return Case(
         shapes=shapes,
-        dtypes={name: "float32" if mixed and name != first else dtype for name in shapes},
+        dtypes={**floats, **{name: INTEGERS[_seldom(draw)] for name in row.integers}},
         options=options,
         wrt=wrt,
+        indices={name: sizes[axis][0] for name, axis in row.integers.items()},
         layout=draw(st.sampled_from(layouts)),
         g_layout=draw(st.sampled_from((*layouts, "expanded"))),
         special=special and selects(row) and draw(st.booleans()),

@@ -7,6 +7,7 @@ stock op. Every test but the last few runs over the rows of the table.
 
 import contextlib
 import itertools
+import pickle
 import tempfile
 from pathlib import Path
 from typing import ClassVar
@@ -15,7 +16,7 @@ import helpers
 import pytest
 import torch
 from helpers import every_row, first, inputs, options, ours, outcome, same, stock
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.autograd import forward_ad
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -304,6 +305,26 @@ def test_batched_gradients(row: Layer) -> None:
         same(actual, expected)
 
 
+@every_row
+def test_gradient_penalty(row: Layer) -> None:
+    """Second derivatives where the incoming gradient has none, as in ``create_graph=True``."""
+
+    def run(function, args, options):
+        wanted = [arg for arg in args if arg.requires_grad]
+        torch.manual_seed(2)
+        y = first(function(*args, **options))
+        grads = torch.autograd.grad(y, wanted, helpers.cotangent(y), create_graph=True)
+        penalty = sum(g.square().sum() for g in grads) + y.sum()
+        return helpers.attempt(torch.autograd.grad, penalty, wanted, allow_unused=True)
+
+    for wrt in row.masks()[1:]:
+        actual, expected = both(row, run, wrt=wrt)
+        if expected is RuntimeError:  # (stock hardsigmoid has no second derivative)
+            assert isinstance(actual, tuple)
+        else:
+            same(actual, expected)
+
+
 def test_double_backward_of_a_network() -> None:
     """The properties cover single rows; here second derivatives flow through several."""
 
@@ -487,7 +508,7 @@ def test_channels_last(row: Layer) -> None:
     """Output and gradients have the memory format of stock."""
     x = next(iter(inputs(row).values()))
     if x.ndim not in (4, 5):
-        assert x.ndim == 3  # which has no channels_last format
+        assert x.ndim < 4  # which has no channels_last format
         return
     fmt = torch.channels_last if x.ndim == 4 else torch.channels_last_3d
 
@@ -623,3 +644,146 @@ def test_an_empty_batch() -> None:
         y.sum().backward()
         assert y.shape == (0, 4, 3, 3)
         assert x.grad.shape == x.shape
+
+
+# Layers whose call is more than their row.
+
+
+def loss_inputs() -> tuple[Tensor, Tensor]:
+    """Logits that want a gradient, and classes."""
+    return helpers.image(), torch.arange(128).view(2, 8, 8) % 3
+
+
+class Criterion(nn.Module):
+    def __init__(self, loss: nn.Module) -> None:
+        super().__init__()
+        self.loss = loss
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        return self.loss(x, target)
+
+
+@forward_formulas  # (of torch.jit.script)
+@helpers.every_loss
+def test_losses_are_converted_and_exported(cls: type[nn.Module]) -> None:
+    """As other layers are in test_conversion and test_export: their call takes a target, too."""
+    x, target = loss_inputs()
+    expected = helpers.step(helpers.build(cls), x, target)
+    for drop_in in helpers.drop_ins(cls):
+        layer = memsave.convert(helpers.build(cls))
+        assert type(layer) is drop_in is type(pickle.loads(pickle.dumps(layer)))
+        same(helpers.step(layer, x, target), expected)
+        same(helpers.step(torch.jit.script(layer), x, target), expected)
+        traced = fx.symbolic_trace(Criterion(layer))
+        assert [node.op for node in traced.graph.nodes].count("call_module") == 1
+        same(helpers.step(traced, x, target), expected)
+        programs = [torch.export.export(each, (x.detach(), target)) for each in (layer, cls())]
+        one, other = ([str(node.target) for node in program.graph.nodes] for program in programs)
+        assert one == other
+        assert type(memsave.revert(layer)) is cls
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("of", ["one position", "probabilities", "one of probabilities"])
+def test_targets_of_cross_entropy(of: str, reduction: str) -> None:
+    """The function finds the row of a target; rows have the axis of positions."""
+    x, target = loss_inputs()
+    if "probabilities" in of:
+        target = x.detach().exp()
+    if "one" in of:
+        x, target = x[0, :, 0, 0].detach().requires_grad_(), target[0, ..., 0, 0]
+
+    def run(loss):
+        return outcome(lambda x: loss(x, target, reduction=reduction), [x])
+
+    rows = []
+    with function.observe(lambda call: rows.append(call.row.name)):
+        actual = run(memsave.functional.cross_entropy)
+    same(actual, run(nn.functional.cross_entropy))
+    assert rows == ["cross_entropy" + "_of_probabilities" * ("probabilities" in of)]
+
+
+@pytest.mark.filterwarnings("ignore:size_average and reduce args:UserWarning")
+@pytest.mark.parametrize("options", [{"size_average": False}, {"reduce": False}])
+def test_old_options_of_cross_entropy(options) -> None:
+    x, target = loss_inputs()
+    same(
+        outcome(lambda x: memsave.functional.cross_entropy(x, target, **options), [x]),
+        outcome(lambda x: nn.functional.cross_entropy(x, target, **options), [x]),
+    )
+
+
+def test_cross_entropy_of_targets_that_want_a_gradient() -> None:
+    """It is stock's: the table has none."""
+    x, q, weight = helpers.image(), helpers.image().detach().exp(), torch.rand(3).double()
+    args = [x, q.requires_grad_(), weight.requires_grad_()]
+    same(
+        outcome(memsave.functional.cross_entropy, args),
+        outcome(nn.functional.cross_entropy, args),
+    )
+
+
+@pytest.mark.parametrize("half", HALVES, ids=str)
+def test_cross_entropy_under_autocast_keeps_narrow_logits(half) -> None:
+    """Stock keeps float32 log-probabilities. (The rows are not tested in two dtypes at once.)"""
+    x, target = loss_inputs()
+    x = x.detach().to(half).requires_grad_()
+
+    def run(loss):
+        with torch.autocast("cpu", dtype=half):
+            y = loss(x, target)
+        assert y.dtype is torch.float32
+        return y
+
+    losses = memsave.functional.cross_entropy, nn.functional.cross_entropy
+    actual, expected = (helpers.kept(lambda f=f: run(f), [target]) for f in losses)
+    assert actual == 2 * x.numel()
+    assert expected >= 4 * x.numel()
+    actual, expected = (torch.autograd.grad(run(f), x) for f in losses)
+    same(actual, expected)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "outputs"),
+    [((11, 23), (6, 7)), ((40, 40), (2, 1)), ((5, 3), (None, 7)), ((200,), (3,))],
+)
+def test_windows_of_adaptive_pooling(inputs, outputs) -> None:
+    """The properties' sizes are too small for windows to be far from where equal ones would be, or
+    to have more places than a byte tells apart.
+    """
+    name = f"adaptive_max_pool{len(inputs)}d"
+    x = torch.randn(2, 3, *inputs, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    pool = getattr(memsave.functional, name)
+    expected = outcome(getattr(nn.functional, name), [x], output_size=outputs)
+    same(outcome(pool, [x], output_size=outputs), expected)
+    shapes = {"x": tuple(x.shape), "y": tuple(expected[0].shape)}
+    bits = TABLE[name].saved_bits({"x"}, shapes, {})["offsets"]
+    assert helpers.kept(lambda: pool(x, outputs)) == bits / 8
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"padding_idx": 1},
+        {"padding_idx": -1},
+        {"scale_grad_by_freq": True},
+        {"sparse": True},
+        {"max_norm": 0.5, "norm_type": 1.0},
+    ],
+    ids=str,
+)
+def test_options_of_embeddings(options) -> None:
+    """With these, the gradient is no derivative, so the table does not have them."""
+    indices = torch.tensor([[0, 1, 3], [3, 3, 2]])
+
+    def run(cls: type[nn.Module]):
+        layer = helpers.build(cls, **options)
+        return helpers.step(layer, indices), layer.weight
+
+    same(run(memsave.nn.EmbeddingCompact), run(nn.Embedding))
+
+    def call(lookup):
+        weight = torch.randn(4, 2, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        return outcome(lambda weight: lookup(indices, weight, **options), [weight])
+
+    same(call(memsave.functional.embedding), call(nn.functional.embedding))

@@ -133,6 +133,9 @@ CALLS: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
     "torch.max_pool2d": lambda x, w, b: torch.max_pool2d(x, 2, stride=[]),
     "F.avg_pool2d": lambda x, w, b: F.avg_pool2d(x, 2, []),
     "F.adaptive_avg_pool2d": lambda x, w, b: F.adaptive_avg_pool2d(x, (2, None)),
+    "F.adaptive_max_pool2d": lambda x, w, b: F.adaptive_max_pool2d(x, 2, return_indices=True),
+    "torch.adaptive_max_pool1d": lambda x, w, b: torch.adaptive_max_pool1d(x[0], 2),
+    "F.cross_entropy": lambda x, w, b: F.cross_entropy(x[:, 0], x[:, 1, 0].long().abs() % 4),
     "F.batch_norm": lambda x, w, b: F.batch_norm(x, None, None, b, b, training=True),
     "torch.batch_norm": lambda x, w, b: torch.batch_norm(
         x, b, b, b.detach(), b.detach().square(), False, 0.1, 1e-5, True

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import jax_backend
 import numpy as np
+import optax
 import pytest
 import torch
 from backends import JAX
@@ -33,7 +34,7 @@ from memsave_jax import function
 KINDS = {
     *jax_backend.KINDS,
     *("batch_norm_eval", "conv2d", "dropout", "leaky_relu", "silu", "tanh", "softmax", "swiglu"),
-    *("layer_norm", "rms_norm_from_output", "prelu", "avg_pool2d"),
+    *("layer_norm", "rms_norm_from_output", "prelu", "avg_pool2d", "adaptive_max_pool2d"),
 }
 ROWS = [
     row
@@ -69,7 +70,9 @@ def case(row: Layer, wrt: frozenset[str]) -> Case:
     shapes: dict[str, Any] = {
         name: (8, 6) if axes == "*n" else shape(axes) for name, axes in row.args.items()
     }
-    return Case(shapes, dict.fromkeys(shapes, "float64"), options, wrt, seed=1)
+    dtypes = {name: "int64" if name in row.integers else "float64" for name in shapes}
+    indices = {name: shape(axis)[0] for name, axis in row.integers.items()}
+    return Case(shapes, dtypes, options, wrt, indices, seed=1)
 
 
 def calls(row: Layer, form: str) -> dict[frozenset[str], Call]:
@@ -79,11 +82,11 @@ def calls(row: Layer, form: str) -> dict[frozenset[str], Call]:
     return {wrt: Call(layer, rule, case(row, wrt)) for wrt in wanted(row)}
 
 
-def loss(call: Call) -> Function:
-    """A scalar that depends on all outputs, and not linearly."""
+def loss(call: Call, **others: Any) -> Function:
+    """A scalar that depends on all outputs, and not linearly. ``others``: arguments to replace."""
 
     def total(*args: Any) -> Any:
-        outputs = jax.tree.leaves(call(*args))
+        outputs = jax.tree.leaves(call.with_inputs(args, {**call.args, **others}, call.key))
         return sum(jnp.sin(y + k).sum() for k, y in enumerate(outputs))
 
     return total
@@ -336,11 +339,12 @@ def test_one_jitted_layer_of_every_row_under_all_masks(row: Layer, form: str) ->
         def total(args: dict[str, Any]) -> Any:
             sums = []
             for wrt in wanted(row):
-                some = [args[n] if n in wrt else lax.stop_gradient(args[n]) for n in row.args]
+                fixed = {**call.args, **jax.tree.map(lax.stop_gradient, args)}
+                some = [args[n] if n in wrt else fixed[n] for n in row.args]
                 sums.append(sum(jnp.sin(y).sum() for y in jax.tree.leaves(once(*some))))
             return sum(k * s for k, s in enumerate(sums, start=1))
 
-        return jax.grad(total)(call.args)
+        return jax.grad(total)({n: a for n, a in call.args.items() if n not in row.integers})
 
     with function.using(form):
         assert_close(masked(function.differentiable(rule)), masked(rule.primal))
@@ -356,8 +360,17 @@ def mesh() -> Any:
 
 
 def split(row: Layer) -> list[str]:
-    """The arguments of which each device has one example."""
+    """The arguments of which each device has one example, and which have a gradient."""
+    return [name for name in per_example(row) if name in row.reads]
+
+
+def per_example(row: Layer) -> list[str]:
     return [name for name, axes in row.args.items() if axes.split()[0].lstrip("*") == "n"]
+
+
+def targets(row: Layer, call: Call) -> dict[str, Any]:
+    """The other arguments of which each device has one example, which are split, too."""
+    return {name: call.args[name] for name in per_example(row) if name not in row.reads}
 
 
 def on_devices(row: Layer, form: str, run: Function) -> dict[str, Any]:
@@ -377,10 +390,12 @@ def test_sharded_input(row: Layer, form: str) -> None:
     def run(call: Call, args: Any) -> Any:
         count = len(split(row))
         args = [*(jax.device_put(arg, by_example) for arg in args[:count]), *args[count:]]
-        program = jax.jit(every(loss(call))).lower(*args).compile()
+        others = jax.device_put(targets(row, call), by_example)
+        step = jax.jit(lambda others, *args: every(loss(call, **others))(*args))
+        program = step.lower(others, *args).compile()
         if call.function is not rule.primal:  # (Stock max pooling gathers all inputs.)
             assert "all-gather" not in program.as_text()
-        grads = program(*args)
+        grads = program(others, *args)
         for grad in grads[:count]:
             assert grad.sharding.is_equivalent_to(by_example, grad.ndim)
         return grads
@@ -400,14 +415,18 @@ def test_shard_map(row: Layer, form: str, inside: bool) -> None:
         count = len(split(row))
         specs = (*[PartitionSpec("data")] * count, *[PartitionSpec()] * (len(args) - count))
 
-        def local(*args: Any) -> Any:
+        def local(others: dict[str, Any], *args: Any) -> Any:
             if inside:
-                return every(loss(call))(*args)
-            return lax.psum(loss(call)(*args), "data")
+                return every(loss(call, **others))(*args)
+            return lax.psum(loss(call, **others)(*args), "data")
 
         mapped = jax.shard_map(
-            local, mesh=devices, in_specs=specs, out_specs=specs if inside else PartitionSpec()
+            local,
+            mesh=devices,
+            in_specs=(PartitionSpec("data"), *specs),
+            out_specs=specs if inside else PartitionSpec(),
         )
+        mapped = functools.partial(mapped, targets(row, call))
         return jax.jit(mapped if inside else every(mapped))(*args)
 
     with function.using(form):
@@ -519,9 +538,49 @@ def test_functions_that_flax_does_not_have() -> None:
         (F.swiglu(image, 2 * image), torch.nn.functional.silu(there) * 2 * there),
         (F.geglu(image, image, False), torch.nn.functional.gelu(there) * there),
         (F.geglu(image, image), torch.nn.functional.gelu(there, approximate="tanh") * there),
+        (
+            F.adaptive_max_pool(image, (2,)),
+            torch.nn.functional.adaptive_max_pool1d(there.mT, 2).mT,
+        ),
         (F.pad(image, (1, 2), "circular"), torch.nn.functional.pad(there, (1, 2), "circular")),
     ):
         np.testing.assert_allclose(ours, its, rtol=1e-12, atol=1e-12)
+
+
+def test_cross_entropy_is_that_of_optax() -> None:
+    """With the options of PyTorch, with which the rows are compared."""
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, 5)))
+    labels, q = jnp.array([[0, 4, 2], [1, 1, 3]]), jax.nn.softmax(x[::-1])
+    of_labels = optax.softmax_cross_entropy_with_integer_labels
+    assert_close(F.cross_entropy(x, labels), of_labels(x, labels))
+    assert_close(F.cross_entropy(x, q), optax.softmax_cross_entropy(x, q))
+    with pytest.raises(ValueError, match="reduction is none, mean or sum"):
+        F.cross_entropy(x, labels, reduction="max")
+    # By the target, of which the table has no gradient.
+    ours = jax.grad(lambda q: F.cross_entropy(x, q).sum())(q)
+    assert_close(ours, jax.grad(lambda q: optax.softmax_cross_entropy(x, q).sum())(q))
+
+
+@every_form
+def test_cross_entropy_in_another_dtype(form: str) -> None:
+    """It keeps the narrow logits, and computes as stock does with wide ones."""
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(3, 64)), jnp.bfloat16)
+    labels = jnp.arange(3, dtype=jnp.uint8)
+
+    def wide(x: Any) -> Any:
+        return F.cross_entropy(x, labels, dtype=jnp.float32)
+
+    with function.using(form):
+        y, pull = jax.vjp(wide, x)
+        kept = {id(leaf): leaf for leaf in jax.tree.leaves(pull) if leaf.size > 3}
+        (dx,) = pull(jnp.ones_like(y))
+    assert [leaf.dtype for leaf in kept.values()] == [jnp.bfloat16]
+    with function.using("stock"):
+        expected, pull = jax.vjp(lambda x: F.cross_entropy(x, labels), x.astype(jnp.float32))
+    np.testing.assert_array_equal(y, expected, strict=True)
+    (expected,) = pull(jnp.ones_like(y))
+    np.testing.assert_allclose(dx.astype(jnp.float32), expected, rtol=1e-2)
+    assert dx.dtype == jnp.bfloat16
 
 
 def test_dropouts_that_flax_does_not_have() -> None:

@@ -134,7 +134,7 @@ def own_convolution(*args: Any, **kwargs: Any) -> Any:
     return 2 * lax.conv_general_dilated(*args, **kwargs)
 
 
-def to_half(*arrays: Any, dtype: Any) -> Any:
+def to_half(*arrays: Any, dtype: Any, inexact: bool = True) -> Any:
     return [array.astype(jnp.float16) for array in arrays]
 
 
@@ -200,6 +200,10 @@ CASES = [
     case("RMSNorm", call={"mask": jnp.arange(4).reshape(1, 1, 1, 4) > 0}),
     case("PReLU"),
     case("PReLU", negative_slope_init=-0.5, x=image(dtype=jnp.bfloat16)),
+    case("Embed", 9, 3, x=jnp.array([[4, 0, -2], [0, 8, 0]])),
+    case("Embed", 9, 3, dtype=jnp.bfloat16, x=jnp.arange(9, dtype=jnp.uint8)),
+    case("Embed", 1, 3, x=jnp.arange(2)),
+    case("Embed", 9, 3, promote_dtype=to_half, x=jnp.arange(9)),
     half(deterministic=False),
     half(deterministic=True),
     half(call={"deterministic": False}),

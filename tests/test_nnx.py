@@ -214,6 +214,9 @@ def layers(lib: Any, name: str, **options: Any) -> Any:
     inits = {"bias_init": noise, "rngs": nnx.Rngs(0)}
     if name.startswith("PReLU"):
         return getattr(lib, name)(**options)
+    if name.startswith("Embed"):
+        size = options.pop("num_embeddings", 5)
+        return getattr(lib, name)(size, 3, **options, embedding_init=noise, rngs=nnx.Rngs(0))
     if name.startswith("RMSNorm"):
         return getattr(lib, name)(4, **options, rngs=nnx.Rngs(0), scale_init=noise)
     if "Norm" in name and name != "BatchNorm":
@@ -299,6 +302,44 @@ def test_layers_of_single_examples(name: str, case: str) -> None:
     for drop_in in _convert_nnx.DROP_INS[getattr(nnx, name)]:
         ours = layers(mnnx, drop_in.__name__, **options)
         agree(ours, layers(nnx, name, **options), x, **call)
+
+
+INDICES = jnp.array([[4, 0, -2], [0, 3, 0]])
+EMBED: dict[str, tuple[dict[str, Any], Any]] = {
+    "plain": ({}, INDICES),
+    "bytes": ({}, np.asarray(INDICES, np.int8)),
+    "many": ({"num_embeddings": 300}, 70 * jnp.abs(INDICES).astype(jnp.uint16)),
+    "one": ({"num_embeddings": 1}, INDICES),
+    "half": ({"dtype": HALF}, INDICES[0]),
+    "in half": ({"param_dtype": HALF}, INDICES),
+    "own promote": ({"promote_dtype": user_promote}, INDICES),
+}
+
+
+def test_embed_beyond() -> None:
+    """Indices that are too large give nan, and no gradient."""
+    agree(layers(mnnx, "Embed"), layers(nnx, "Embed"), inputs=jnp.array([1, 5]))
+
+
+@pytest.mark.parametrize("case", EMBED)
+def test_embed(case: str) -> None:
+    """Its inputs have no gradient."""
+    options, indices = EMBED[case]
+    for drop_in in _convert_nnx.DROP_INS[nnx.Embed]:
+        ours = layers(mnnx, drop_in.__name__, **options)
+        agree(ours, layers(nnx, "Embed", **options), inputs=indices)
+        query = image(2, 3)
+        same(ours.attend(query), layers(nnx, "Embed", **options).attend(query))
+        with pytest.raises(ValueError, match="must be an integer"):
+            ours(image())
+
+
+@pytest.mark.parametrize(("name", "expected"), [("Embed", 0), ("EmbedCompact", INDICES.size)])
+def test_embed_keeps(name: str, expected: int) -> None:
+    """The indices, which are free where they are an input, or a byte for each."""
+    model = layers(mnnx, name)
+    graphdef, state = nnx.split(model)
+    assert kept(lambda s: nnx.merge(graphdef, s)(INDICES), state, free=(state, INDICES)) == expected
 
 
 @pytest.mark.parametrize("average", [False, True])
@@ -456,7 +497,8 @@ def test_functions_with_options() -> None:
 FUNCTIONS_ALONE = {
     *(f"{name}_norm_from_output" for name in ("layer", "group", "instance", "rms")),
     *("threshold", "hardshrink", "softshrink", "tanhshrink", "swiglu", "geglu", "pad"),
-    *("feature_dropout", "alpha_dropout", *(f"adaptive_avg_pool{dims}d" for dims in (1, 2, 3))),
+    *("feature_dropout", "alpha_dropout", "cross_entropy", "cross_entropy_of_probabilities"),
+    *(f"adaptive_{kind}_pool{dims}d" for kind in ("avg", "max") for dims in (1, 2, 3)),
 }
 
 
@@ -935,7 +977,7 @@ def test_coverage_before_and_after() -> None:
 
 def test_nothing_to_convert() -> None:
     with pytest.warns(UserWarning, match="found nothing to convert"):
-        mnnx.convert(nnx.Embed(2, 4, rngs=nnx.Rngs(0)))
+        mnnx.convert(nnx.LinearGeneral(2, 4, rngs=nnx.Rngs(0)))
     with pytest.warns(UserWarning, match="found nothing to convert"):
         mnnx.convert(Net(), filter_fn=lambda node, name: False)
     with warnings.catch_warnings():

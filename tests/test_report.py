@@ -260,3 +260,9 @@ def test_leaves_no_hooks_behind() -> None:
     """Of those on all modules, torch itself forgets to remove a part."""
     memsave.report(Both(), torch.randn(8, 4))
     assert not torch.nn.modules.module._has_any_global_hook()
+
+
+def test_layers_without_parameters() -> None:
+    layer = memsave.convert(nn.BatchNorm2d(3, affine=False))
+    report = memsave.report(layer, torch.randn(2, 3, 4, 4, requires_grad=True))
+    assert report.converted == report.table == 2 * 3 * 4

@@ -21,6 +21,11 @@ from .module import drop_in
 from .shape import Ints, channels_last, per_axis
 
 MAX_POOL: dict[int, Callable[..., Any]] = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
+ADAPTIVE: dict[int, Callable[..., Any]] = {
+    1: F.adaptive_max_pool1d,
+    2: F.adaptive_max_pool2d,
+    3: F.adaptive_max_pool3d,
+}
 OFFSET = {8: torch.uint8, 16: torch.int16, 32: torch.int32}
 
 
@@ -28,30 +33,23 @@ class Window:
     """Where each output's window lies: one value per spatial axis throughout.
 
     Args:
-        inputs, outputs: Spatial sizes of the input and of the output.
-        kernel_size, stride, padding, dilation: As in :func:`torch.nn.functional.max_pool2d`.
+        inputs: Spatial sizes of the input.
+        starts: First place of each window, per axis.
+        kernel: Sizes of a window, or of the largest one.
+        dilation: As in :func:`torch.nn.functional.max_pool2d`.
     """
 
     def __init__(
         self,
         inputs: Sequence[int],
-        outputs: Sequence[int],
-        kernel_size: Ints,
-        stride: Ints | None,
-        padding: Ints,
-        dilation: Ints,
+        starts: Sequence[Tensor],
+        kernel: Sequence[int],
+        dilation: Sequence[int],
     ) -> None:
-        dims = len(inputs)
-        self.inputs = inputs
-        self.kernel = per_axis(kernel_size, dims)
-        self.dilation = per_axis(dilation, dims)
-        steps, pads = per_axis(stride or kernel_size, dims), per_axis(padding, dims)
-        #: First place of each window per axis, shaped to broadcast over the outputs.
+        self.inputs, self.kernel, self.dilation = inputs, kernel, dilation
+        #: Shaped to broadcast over the outputs.
         self.starts = [
-            (torch.arange(outputs[axis]) * steps[axis] - pads[axis]).view(
-                -1, *[1] * (dims - 1 - axis)
-            )
-            for axis in range(dims)
+            first.view(-1, *[1] * (len(inputs) - 1 - axis)) for axis, first in enumerate(starts)
         ]
 
     def offsets(self, places: Tensor) -> Tensor:
@@ -83,10 +81,15 @@ class Window:
 
 
 def _fwd(
-    dims: int, wrt: Mask, x: Tensor, *, kernel_size: Ints, **options: Any
+    dims: int,
+    primal: Callable[..., Any],
+    window_of: Callable[..., Window],
+    wrt: Mask,
+    x: Tensor,
+    **options: Any,
 ) -> tuple[Any, dict[str, Tensor]]:
-    y, places = MAX_POOL[dims](x, kernel_size, **{**options, "return_indices": True})
-    window = _window(dims, x.shape, y.shape, kernel_size=kernel_size, **options)
+    y, places = primal(x, **{**options, "return_indices": True})
+    window = window_of(x.shape[-dims:], y.shape[-dims:], **options)
     dtype = OFFSET[spec.offset_bits(window.kernel)]
     offsets = window.offsets(places)
     if dims == 3:  # stock's index of a channels_last window of nothing but -inf lies outside of it
@@ -95,16 +98,25 @@ def _fwd(
     return ((y, places) if options.get("return_indices") else y), extras
 
 
-def _bwd(dims: int, g: Tensor, wrt: Mask, saved: Saved, shapes: Shapes, **options: Any) -> Grads:
+def _bwd(
+    dims: int,
+    window_of: Callable[..., Window],
+    formats: bool,
+    g: Tensor,
+    wrt: Mask,
+    saved: Saved,
+    shapes: Shapes,
+    **options: Any,
+) -> Grads:
     like = shapes["x"]
     assert like is not None
-    places = _window(dims, like.shape, g.shape, **options).places(saved["offsets"])
     inputs, outputs = like.shape[-dims:], g.shape[-dims:]
+    places = window_of(inputs, outputs, **options).places(saved["offsets"])
     if dims == 3:  # and that window may begin in the padding
         places.clamp_(0, math.prod(inputs) - 1)
     # Scatter along one flat axis of places; windows that overlap add up. The channels stay the
-    # last axis where they are stored so.
-    if channels_last(like, dims):
+    # last axis where they are stored so (and in stock's gradient, too).
+    if formats and channels_last(like, dims):
         flat = g.movedim(1, -1).reshape(g.shape[0], math.prod(outputs), g.shape[1])
         dx = flat.new_zeros(like.shape[0], math.prod(inputs), like.shape[1])
         dx.scatter_add_(1, places.movedim(1, -1).flatten(1, -2), flat)
@@ -116,9 +128,8 @@ def _bwd(dims: int, g: Tensor, wrt: Mask, saved: Saved, shapes: Shapes, **option
 
 
 def _window(
-    dims: int,
-    x: torch.Size,
-    y: torch.Size,
+    inputs: torch.Size,
+    outputs: torch.Size,
     *,
     kernel_size: Ints,
     stride: Ints | None = None,
@@ -127,13 +138,49 @@ def _window(
     ceil_mode: bool = False,
     return_indices: bool = False,
 ) -> Window:
-    return Window(x[-dims:], y[-dims:], kernel_size, stride, padding, dilation)
+    dims = len(inputs)
+    steps, pads = per_axis(stride or kernel_size, dims), per_axis(padding, dims)
+    starts = [
+        torch.arange(count) * step - pad
+        for count, step, pad in zip(outputs, steps, pads, strict=True)
+    ]
+    return Window(inputs, starts, per_axis(kernel_size, dims), per_axis(dilation, dims))
+
+
+def _adaptive_window(inputs: torch.Size, outputs: torch.Size, **_: Any) -> Window:
+    starts = [
+        torch.arange(count) * size // max(count, 1)
+        for size, count in zip(inputs, outputs, strict=True)
+    ]
+    return Window(inputs, starts, spec.adaptive_kernel(inputs, outputs), [1] * len(inputs))
+
+
+def _define(
+    row: spec.Layer,
+    dims: int,
+    primal: Callable[..., Any],
+    window_of: Callable[..., Window],
+    *,
+    formats: bool = True,
+    compiled: bool = True,
+) -> Callable[..., Any]:
+    """``formats``: whether gradients of what is ``channels_last`` are so, too."""
+    fwd, bwd = partial(_fwd, dims, primal, window_of), partial(_bwd, dims, window_of, formats)
+    return define(row, primal, bwd, fwd, compiled=compiled)
 
 
 # torch.compile keeps int8 offsets by itself.
 _max_pool1d, _max_pool2d, _max_pool3d = (
-    define(row, MAX_POOL[dims], partial(_bwd, dims), partial(_fwd, dims), compiled=False)
+    _define(row, dims, MAX_POOL[dims], _window, compiled=False)
     for dims, row in ((1, spec.MAX_POOL1D), (2, spec.MAX_POOL2D), (3, spec.MAX_POOL3D))
+)
+_adaptive_max_pool1d, _adaptive_max_pool2d, _adaptive_max_pool3d = (
+    _define(row, dims, ADAPTIVE[dims], _adaptive_window, formats=dims < 3)
+    for dims, row in (
+        (1, spec.ADAPTIVE_MAX_POOL1D),
+        (2, spec.ADAPTIVE_MAX_POOL2D),
+        (3, spec.ADAPTIVE_MAX_POOL3D),
+    )
 )
 
 
@@ -172,6 +219,26 @@ max_pool2d = _functional(_max_pool2d, 2)
 max_pool3d = _functional(_max_pool3d, 3)
 
 
+def _adaptive(layer: Callable[..., Any], dims: int) -> Callable[..., Any]:
+    def adaptive_max_pool(
+        input: Tensor, output_size: Any, return_indices: bool = False
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        return layer(input, output_size=output_size, return_indices=return_indices)
+
+    name = f"adaptive_max_pool{dims}d"
+    adaptive_max_pool.__name__ = adaptive_max_pool.__qualname__ = name
+    adaptive_max_pool.__doc__ = f"""As :func:`torch.nn.functional.{name}`.
+
+    Keeps one byte per output element (two where a window has over 256 places), not the input.
+    """
+    return adaptive_max_pool
+
+
+adaptive_max_pool1d = _adaptive(_adaptive_max_pool1d, 1)
+adaptive_max_pool2d = _adaptive(_adaptive_max_pool2d, 2)
+adaptive_max_pool3d = _adaptive(_adaptive_max_pool3d, 3)
+
+
 def _forward(layer: Callable[..., Any], module: Any, input: Tensor) -> Any:
     return layer(
         input,
@@ -206,3 +273,27 @@ class MaxPool3d(nn.MaxPool3d):
 
     def forward(self, input: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         return _forward(max_pool3d, self, input)
+
+
+@drop_in(spec.ADAPTIVE_MAX_POOL1D)
+class AdaptiveMaxPool1d(nn.AdaptiveMaxPool1d):
+    """As :class:`torch.nn.AdaptiveMaxPool1d`. Keeps one byte per output element."""
+
+    def forward(self, input: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        return adaptive_max_pool1d(input, self.output_size, self.return_indices)
+
+
+@drop_in(spec.ADAPTIVE_MAX_POOL2D)
+class AdaptiveMaxPool2d(nn.AdaptiveMaxPool2d):
+    """As :class:`torch.nn.AdaptiveMaxPool2d`. Keeps one byte per output element."""
+
+    def forward(self, input: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        return adaptive_max_pool2d(input, self.output_size, self.return_indices)
+
+
+@drop_in(spec.ADAPTIVE_MAX_POOL3D)
+class AdaptiveMaxPool3d(nn.AdaptiveMaxPool3d):
+    """As :class:`torch.nn.AdaptiveMaxPool3d`. Keeps one byte per output element."""
+
+    def forward(self, input: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        return adaptive_max_pool3d(input, self.output_size, self.return_indices)

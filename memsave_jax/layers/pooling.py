@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -193,14 +194,25 @@ def _scatter(g: Array, offsets: Array, inputs: tuple[int, ...], window: Window) 
 
 def _scatter_many(g: Array, offsets: Array, inputs: tuple[int, ...], window: Window) -> Array:
     """The same as one scatter."""
+    starts = [_iota(g, axis) * step for axis, step in enumerate(window.stride)]
+    index = _places(starts, offsets, window.kernel, window.dilation)
+    return _unpadded(jnp.zeros(window.ends(g.shape), g.dtype).at[index].add(g), inputs, window)
+
+
+def _iota(g: Array, axis: int) -> Array:
+    return lax.broadcasted_iota(jnp.int32, g.shape, axis)
+
+
+def _places(
+    starts: Sequence[Array], offsets: Array, kernel: Sequence[int], dilation: Sequence[int]
+) -> tuple[Array, ...]:
+    """Per axis, the place of each offset in a window that begins at ``starts``."""
     index = []
     rest = offsets.astype(jnp.int32)
-    for axis in reversed(range(g.ndim)):
-        first = lax.broadcasted_iota(jnp.int32, g.shape, axis) * window.stride[axis]
-        index.append(first + rest % window.kernel[axis] * window.dilation[axis])
-        rest = rest // window.kernel[axis]
-    total = jnp.zeros(window.ends(g.shape), g.dtype).at[tuple(reversed(index))].add(g)
-    return _unpadded(total, inputs, window)
+    for first, size, step in zip(*map(reversed, (starts, kernel, dilation)), strict=True):
+        index.append(first + rest % size * step)
+        rest = rest // size
+    return tuple(reversed(index))
 
 
 def _unpadded(total: Array, inputs: tuple[int, ...], window: Window) -> Array:
@@ -208,6 +220,72 @@ def _unpadded(total: Array, inputs: tuple[int, ...], window: Window) -> Array:
     ends = zip(inputs, total.shape, window.padding, strict=True)
     pads = [(-low, size - end + low, 0) for size, end, (low, _) in ends]
     return lax.pad(total, jnp.zeros((), total.dtype), pads)
+
+
+def _adaptive(dims: int, x: Array, output_size: Any) -> tuple[Array, Array]:
+    """The maxima, of parts that overlap where the size does not divide, and their offsets.
+
+    Axis by axis from the last, so of equal ones the first; of nan the first, too.
+    """
+    sizes = x.shape[-dims - 1 : -1]
+    parts = per_axis(output_size, dims)
+    parts = [size if count is None else count for size, count in zip(sizes, parts, strict=True)]
+    offsets, unit = jnp.zeros(x.shape, jnp.int32), 1
+    for axis in reversed(range(dims)):
+        size, count, at = sizes[axis], parts[axis], x.ndim - dims - 1 + axis
+        best = [(lax.slice_in_dim(x, 0, 0, axis=at), lax.slice_in_dim(offsets, 0, 0, axis=at))]
+        for k in range(count):
+            start, end = k * size // count, -(-(k + 1) * size // count)
+            part = lax.slice_in_dim(x, start, end, axis=at)
+            place = jnp.argmax(part, at, keepdims=True)
+            inside = lax.slice_in_dim(offsets, start, end, axis=at)
+            inside = jnp.take_along_axis(inside, place, at) + place.astype(jnp.int32) * unit
+            best.append((jnp.take_along_axis(part, place, at), inside))
+        x, offsets = (jnp.concatenate(arrays, at) for arrays in zip(*best, strict=True))
+        unit *= spec.adaptive_kernel([size], [count])[0]
+    return x, offsets
+
+
+def _adaptive_primal(dims: int, x: Array, *, output_size: Any) -> Array:
+    return _adaptive(dims, x, output_size)[0]
+
+
+def _adaptive_fwd(
+    dims: int, wrt: Mask, x: Array, *, output_size: Any
+) -> tuple[Array, dict[str, Array]]:
+    y, offsets = _adaptive(dims, x, output_size)
+    kernel = spec.adaptive_kernel(x.shape[-dims - 1 : -1], y.shape[-dims - 1 : -1])
+    y, offsets = lax.optimization_barrier((y, offsets.astype(OFFSET[spec.offset_bits(kernel)])))
+    return y, {"offsets": offsets}
+
+
+def _adaptive_bwd(
+    dims: int, g: Array, wrt: Mask, saved: Saved, shapes: Shapes, *, output_size: Any
+) -> Grads:
+    inputs = shapes["x"].shape
+    if not g.size:
+        return {"x": jnp.zeros(inputs, g.dtype) + g.sum()}  # which is zero, and linear in g
+    first = g.ndim - dims - 1
+    sizes, counts = inputs[first:-1], g.shape[first:-1]
+    starts = [
+        _iota(g, first + axis) * size // count
+        for axis, (size, count) in enumerate(zip(sizes, counts, strict=True))
+    ]
+    kernel = spec.adaptive_kernel(sizes, counts)
+    places = jnp.zeros(g.shape, jnp.int32)
+    for size, index in zip(
+        sizes, _places(starts, saved["offsets"], kernel, [1] * dims), strict=True
+    ):
+        places = places * size + index
+
+    def scatter(g: Array, places: Array) -> Array:
+        return jnp.zeros(math.prod(sizes), g.dtype).at[places.ravel()].add(g.ravel())
+
+    # Mapped, so that XLA sees that examples and channels are apart, and may be on other devices.
+    scatter = jax.vmap(scatter, -1, -1)
+    for _ in range(first):
+        scatter = jax.vmap(scatter)
+    return {"x": scatter(g, places).reshape(inputs)}
 
 
 def _layout(dims: int) -> dict[str, str]:
@@ -222,6 +300,22 @@ _max_pool: dict[int, Callable[..., Array]] = {
         row, partial(_primal, dims), partial(_bwd, dims), partial(_fwd, dims), layout=_layout(dims)
     )
     for dims, row in ((1, spec.MAX_POOL1D), (2, spec.MAX_POOL2D), (3, spec.MAX_POOL3D))
+}
+
+
+_adaptive_max_pool = {
+    dims: define(
+        row,
+        partial(_adaptive_primal, dims),
+        partial(_adaptive_bwd, dims),
+        partial(_adaptive_fwd, dims),
+        layout=_layout(dims),
+    )
+    for dims, row in (
+        (1, spec.ADAPTIVE_MAX_POOL1D),
+        (2, spec.ADAPTIVE_MAX_POOL2D),
+        (3, spec.ADAPTIVE_MAX_POOL3D),
+    )
 }
 
 
@@ -244,6 +338,19 @@ def max_pool(
     """
     pool = _max_pool.get(len(window_shape), partial(_primal, len(window_shape)))
     return pool(jnp.asarray(inputs), **checked(window_shape, strides, padding))
+
+
+def adaptive_max_pool(inputs: Array, output_size: Sequence[int | None]) -> Array:
+    """As :class:`torch.nn.AdaptiveMaxPool2d`, over one to three axes before the channels.
+
+    Keeps one byte per output element (two where a window has over 256 places), not the input.
+
+    Args:
+        inputs: ``(*n, spatial axes, channels)``.
+        output_size: Size of the output along each spatial axis; ``None``: that of the input.
+    """
+    pool = _adaptive_max_pool[len(output_size)]
+    return pool(jnp.asarray(inputs), output_size=tuple(output_size))
 
 
 def checked(

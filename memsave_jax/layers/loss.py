@@ -1,0 +1,180 @@
+"""Losses. Cross-entropy keeps the logits, in their own dtype: backward normalizes them again.
+
+Index legend: c classes, which are the last axis.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from memsave import spec
+
+from ..function import Grads, Mask, Saved, Shapes, define
+
+
+def _normalized(x: Array, dtype: Any) -> tuple[Array, Array]:
+    """Logits that are at most zero, and the logarithm of the sum of their exponentials."""
+    x = x if dtype is None else x.astype(dtype)
+    x = x - lax.stop_gradient(x.max(-1, keepdims=True))
+    return x, jnp.log(jnp.exp(x).sum(-1, keepdims=True))
+
+
+def _softmax(saved: Saved, dtype: Any) -> Array:
+    # Behind a barrier, as otherwise XLA may keep what forward has computed of the logits.
+    x, log_sum = _normalized(lax.optimization_barrier(saved["x"]), dtype)
+    return jnp.exp(x - log_sum)
+
+
+def _of_targets(
+    target: Array, weight: Array | None, ignore_index: int, dtype: Any
+) -> tuple[Array, Array, Array]:
+    """Which positions count, the class of each (any, if it does not), and that class's weight."""
+    counts = target != ignore_index
+    index = jnp.where(counts, target, 0)
+    of_target = jnp.ones((), dtype) if weight is None else weight[index]
+    return counts, index, jnp.where(counts, of_target, jnp.zeros((), of_target.dtype))
+
+
+def _primal(
+    x: Array,
+    target: Array,
+    weight: Array | None,
+    *,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    dtype: Any = None,
+) -> Array:
+    x, log_sum = _normalized(x, dtype)
+    counts, index, of_target = _of_targets(target, weight, ignore_index, x.dtype)
+    logp = jnp.take_along_axis(x, index[..., None], -1) - log_sum
+    loss = of_target * -logp[..., 0]
+    if label_smoothing:
+        smooth = _of_classes(log_sum - x, weight).sum(-1)
+        loss = loss * (1 - label_smoothing) + smooth * (label_smoothing / x.shape[-1])
+    loss = jnp.where(counts, loss, jnp.zeros((), loss.dtype))
+    return _reduced(loss, of_target.sum(), reduction)
+
+
+def _primal_of_probabilities(
+    x: Array,
+    target: Array,
+    weight: Array | None,
+    *,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    dtype: Any = None,
+) -> Array:
+    x, log_sum = _normalized(x, dtype)
+    loss = (_smoothed(target, weight, label_smoothing) * (log_sum - x)).sum(-1)
+    return _reduced(loss, loss.size, reduction)
+
+
+def _of_classes(array: Array, weight: Array | None) -> Array:
+    return array if weight is None else array * weight
+
+
+def _smoothed(q: Array, weight: Array | None, label_smoothing: float) -> Array:
+    if label_smoothing:
+        q = q * (1 - label_smoothing) + label_smoothing / q.shape[-1]
+    return _of_classes(q, weight)
+
+
+def _reduced(loss: Array, count: Any, reduction: str) -> Array:
+    if reduction == "none":
+        return loss
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f"reduction is none, mean or sum, not {reduction!r}")
+    return loss.sum() / count if reduction == "mean" else loss.sum()
+
+
+# The gradient of a loss -sum_c(q_c log p_c), of p = softmax(x), is p * sum_c(q_c) - q. Times the
+# weights of the classes, q is 1 - label_smoothing for the target, and label_smoothing / c more for
+# every class.
+
+
+def _bwd(
+    g: Array,
+    wrt: Mask,
+    saved: Saved,
+    shapes: Shapes,
+    *,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    dtype: Any = None,
+) -> Grads:
+    p, weight = _softmax(saved, dtype), saved["weight"]
+    counts, index, of_target = _of_targets(saved["target"], weight, ignore_index, p.dtype)
+    if reduction == "mean":
+        g = g / of_target.sum()
+    g = jnp.where(counts, g, jnp.zeros((), g.dtype))
+    hard = (g * of_target * (1 - label_smoothing))[..., None]
+    is_target = lax.broadcasted_iota(index.dtype, p.shape, p.ndim - 1) == index[..., None]
+    q = jnp.where(is_target, hard, jnp.zeros((), hard.dtype))
+    if not label_smoothing:
+        return {"x": p * hard - q}
+    soft = (g * (label_smoothing / p.shape[-1]))[..., None]
+    total = hard + soft * (p.shape[-1] if weight is None else weight.sum())
+    return {"x": p * total - q - _of_classes(soft, weight)}
+
+
+def _bwd_of_probabilities(
+    g: Array,
+    wrt: Mask,
+    saved: Saved,
+    shapes: Shapes,
+    *,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    dtype: Any = None,
+) -> Grads:
+    p = _softmax(saved, dtype)
+    q = _smoothed(saved["target"], saved["weight"], label_smoothing)
+    if reduction == "mean":
+        g = g * (p.shape[-1] / p.size)
+    g = g[..., None] if g.ndim else g
+    return {"x": g * (p * q.sum(-1, keepdims=True) - q)}
+
+
+_cross_entropy = define(spec.CROSS_ENTROPY, _primal, _bwd, layout={"x": "n *s c", "target": "n *s"})
+_cross_entropy_of_probabilities = define(
+    spec.CROSS_ENTROPY_OF_PROBABILITIES,
+    _primal_of_probabilities,
+    _bwd_of_probabilities,
+    layout={"x": "n *s c", "target": "n *s c"},
+)
+
+
+def cross_entropy(
+    logits: Array,
+    labels: Array,
+    weight: Array | None = None,
+    *,
+    ignore_index: int = -100,
+    reduction: str = "none",
+    label_smoothing: float = 0.0,
+    dtype: Any = None,
+) -> Array:
+    """As ``optax.softmax_cross_entropy_with_integer_labels``, or for labels that are floats
+    ``optax.softmax_cross_entropy``, with the options of PyTorch.
+
+    Keeps the logits, in their own dtype, and the labels.
+
+    Args:
+        logits: ``(*, c)``.
+        labels: Indices of classes, ``(*)``; or probabilities, ``(*, c)``.
+        weight: Of the classes, ``(c,)``.
+        ignore_index: The label of positions that do not count. (Of indices only.)
+        reduction: ``"none"``, ``"sum"``, or ``"mean"``: by the weights of what counts.
+        label_smoothing: The part of a label that is spread over all classes.
+        dtype: To compute in, and of the loss. Default: that of the logits.
+    """
+    logits, labels = jnp.asarray(logits), jnp.asarray(labels)
+    options = {"reduction": reduction, "label_smoothing": label_smoothing, "dtype": dtype}
+    if jnp.issubdtype(labels.dtype, jnp.floating):
+        return _cross_entropy_of_probabilities(logits, labels, weight, **options)
+    return _cross_entropy(logits, labels, weight, ignore_index=ignore_index, **options)
