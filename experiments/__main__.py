@@ -21,6 +21,7 @@ EXPERIMENTS = (
     "functional_mode",
     "flax_scenarios",
     "flax_layers",
+    "flax_rows",
     "flax_freezing",
 )
 NEEDS = (

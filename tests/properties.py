@@ -198,11 +198,13 @@ def _assert_equal_gradients(
     row: Layer, case: Case, ours: dict[str, Array], its: dict[str, Array]
 ) -> None:
     assert ours.keys() == its.keys()
+    # What a row for wide dtypes reads is rounded to them, and maybe multiplied by a large rstd.
+    times = 10 if any(other.wide for other in TABLE.values() if other.op == row.op) else 1
     for name in ours:
         if is_elementwise(row):
             _assert_same(ours[name], its[name])
         else:
-            _assert_close(case, ours[name], its[name])
+            _assert_close(case, ours[name], its[name], times=times)
 
 
 def _assert_same(ours: Array, its: Array) -> None:
@@ -213,12 +215,14 @@ def _assert_same(ours: Array, its: Array) -> None:
     assert np.array_equal(np.signbit(ours.values)[number], np.signbit(its.values)[number])
 
 
-def _assert_close(case: Case, ours: Array, its: Array, slack: float = 0.0) -> None:
+def _assert_close(
+    case: Case, ours: Array, its: Array, slack: float = 0.0, times: float = 1
+) -> None:
     assert (ours.dtype, ours.shape) == (its.dtype, its.shape)
     finite = np.isfinite(its.values)
     assert np.array_equal(ours.values[~finite], its.values[~finite], equal_nan=True)
     scale = np.abs(its.values[finite]).max(initial=1.0)
     error = np.abs(ours.values[finite] - its.values[finite]).max(initial=0.0)
     dtypes = case.dtypes.keys() - case.indices.keys()
-    tolerance = max(slack, *(TOLERANCES[case.dtypes[name]] for name in dtypes))
+    tolerance = times * max(slack, *(TOLERANCES[case.dtypes[name]] for name in dtypes))
     assert error <= tolerance * scale, f"off by {error}: {ours}, not {its}"

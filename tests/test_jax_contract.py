@@ -33,7 +33,7 @@ from memsave_jax import function
 #: unless there is time these are rows that differ in that.
 KINDS = {
     *jax_backend.KINDS,
-    *("batch_norm_eval", "conv2d", "dropout", "leaky_relu", "silu", "tanh", "softmax", "swiglu"),
+    *("batch_norm_eval", "dropout", "leaky_relu", "silu", "tanh", "softmax", "swiglu"),
     *("layer_norm", "rms_norm_from_output", "prelu", "avg_pool2d", "adaptive_max_pool2d"),
 }
 ROWS = [

@@ -28,7 +28,9 @@ def _gated(row: Layer, activation: Function) -> Function:
             up = lax.optimization_barrier(saved["up"])
             (grads["gate"],) = jax.vjp(lambda gate: primal(gate, up, **options), gate)[1](g)
         if "up" in wrt:
-            transpose = jax.linear_transpose(lambda up: primal(gate, up, **options), shapes["up"])
+            # Another barrier, or f(gate) would have two readers and be written out early.
+            same = lax.optimization_barrier(gate)
+            transpose = jax.linear_transpose(lambda up: primal(same, up, **options), shapes["up"])
             (grads["up"],) = transpose(g)
         return grads
 

@@ -52,6 +52,15 @@ class View(NamedTuple):
         """Over each group, in the shape that broadcasts."""
         return array.sum(self.reduced, keepdims=True)
 
+    def correlation(self, array: Array, vector: Array | None) -> Array:
+        """``total(array * vector)`` over features, as a matrix-vector product.
+
+        Of a sum in a backward pass XLA:CPU writes the factors out beforehand, all of full size.
+        """
+        vector = jnp.ones(self.shape[-1:], array.dtype) if vector is None else vector
+        total = jnp.matmul(array, vector.astype(array.dtype), precision=lax.Precision.HIGHEST)
+        return total[..., None]
+
     def per_feature(self, array: Array) -> Array:
         """The sum over all but the features."""
         return array.sum(range(len(self.shape) - self.features))
@@ -136,17 +145,18 @@ def _bwd(
     # As stable as forward: with the fast variance, mean and spread of x are told apart at the end.
     if mean is not None and not use_fast_variance:
         x, mean = x - mean, jnp.zeros_like(mean)
-    g = g * rstd
+    incoming, g = g, g * rstd
     if "weight" in wrt:
         grad = view.per_feature(g * x)
         grad = grad if mean is None else grad - view.per_feature(g * mean)
         grads["weight"] = grad.reshape(shapes["weight"].shape)
     if "x" in wrt:
         g = g if saved["weight"] is None else g * view.parameter(saved["weight"])
-        total, correlation = view.total(g), view.total(g * x)
         if mean is None:
+            correlation = rstd * view.correlation(incoming * x, saved["weight"])
             dx = g - lax.square(rstd) * correlation / view.size * x
         else:
+            total, correlation = view.total(g), view.total(g * x)
             slope = -lax.square(rstd) * (correlation - mean * total) / view.size
             dx = g + slope * x + (-total / view.size - slope * mean)
         grads["x"] = dx.reshape(shapes["x"].shape)
@@ -176,7 +186,8 @@ def _bwd_from_output(
     if "weight" in wrt:
         grads["weight"] = (view.per_feature(g * y) / weight).reshape(shapes["weight"].shape)
     if "x" in wrt:
-        correlation, g = view.total(g * y), g * weight
+        sum_of = view.total if centers else partial(view.correlation, vector=None)
+        correlation, g = sum_of(g * y), g * weight
         dx = g - correlation / view.size * y / weight
         dx = dx - view.total(g) / view.size if centers else dx
         grads["x"] = (dx * view.spread(saved["rstd"])).reshape(shapes["x"].shape)

@@ -1,0 +1,296 @@
+"""JAX: bytes that every row keeps per element, stock's and ours, eagerly and compiled.
+
+A layer is a frozen mix of the channels, then the row, then, where it changes the shape, a cut or
+zeros. None of these keeps anything but its weight, so what a row reads are activations that nobody
+else keeps: ``x`` and ``y`` count in full. Inputs and parameters are alive anyway and do not count.
+Eagerly, it is what ``jax.vjp`` of one layer holds; compiled, by how much the temporaries of a
+gradient grow with each layer of a deep stack, by what mixes the channels. (Where that is 0, what is
+kept fits into what the last layer needs anyway.) Nothing is run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import math
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from tqdm import tqdm
+
+import memsave_jax
+import memsave_jax.functional  # defines the rules
+from memsave.spec import TABLE, Shape
+from memsave_jax.function import RULES, Rule, differentiable, using
+
+from .measure import print_table, write_results
+
+#: Options of the table that mean nothing to a JAX rule.
+UNKNOWN = {"inplace", "return_indices", "momentum"}
+#: By the name without dimensions, what to call a row with, where the defaults of the table are too
+#: few for numbers to tell, or not all that there is.
+VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {
+    "conv": ({}, {"padding": 1, "padding_mode": "circular"}),
+    "conv_transpose": ({}, {"flip": False}),
+    "max_pool": ({}, {"kernel_size": 3, "stride": 2, "padding": 1}),
+    "group_norm": ({"num_groups": 8},),
+    "group_norm_from_output": ({"num_groups": 8},),
+    "gelu": ({}, {"approximate": "tanh"}),
+    "geglu": ({}, {"approximate": "tanh"}),
+    "cross_entropy": ({"reduction": "none"}, {"reduction": "none", "label_smoothing": 0.1}),
+    "cross_entropy_of_probabilities": ({"reduction": "none"},),
+}
+#: Sizes of the spatial axes, by their names, and of any other axis.
+SPATIAL = {"": (1024,), "h w": (32, 32), "d h w": (16, 8, 8)}
+CHANNELS, KERNEL = 64, 3
+PARAMETERS = {"weight", "bias"}
+#: What mixes the channels, and the shape of its weight. (XLA treats the two quite differently: on
+#: CPU it merges dense layers with what is around them.)
+MIXES = {"dense": (CHANNELS, CHANNELS), "convolution": (3, CHANNELS, CHANNELS)}
+HOW = ("eager", *MIXES)
+#: Machine code that nobody runs need not be fast. (Where arrays lie is settled before it is made.)
+QUICKLY: dict[str, bool | int | float | str] = {"xla_backend_optimization_level": 0}
+#: The part, and the bytes per element, by which ours may be above stock's: padding of buffers, and
+#: vectors per channel or example, of which stock may keep fewer.
+TOLERANCE = 0.01
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """Add the options to the command line."""
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--depths", type=int, nargs=2, default=[4, 12])
+    parser.add_argument("--jobs", type=int, default=2, help="threads")
+    parser.add_argument("--rows", nargs="+", choices=sorted(RULES), default=list(RULES))
+
+
+class Case(NamedTuple):
+    """A row, called with these options, of which these gradients are wanted.
+
+    ``shapes`` are those of the arguments that are there; ``activations`` are the arguments that
+    come out of a mix, each of its own. ``state`` is the shape of what goes from layer to layer.
+    """
+
+    rule: Rule
+    options: dict[str, Any]
+    variant: dict[str, Any]
+    wrt: frozenset[str]
+    shapes: dict[str, Shape]
+    activations: tuple[str, ...]
+    state: Shape
+
+    @property
+    def is_stock(self) -> bool:
+        """Whether the stock op runs."""
+        types = {name: self._type(name) for name in self.shapes}
+        args = [types.get(name) for name in self.rule.row.args]
+        return self.rule.bwd is None or self.rule.stock_op(*args, **self.options)
+
+    def _type(self, name: str) -> Any:
+        integer = name in self.rule.row.integers
+        return jax.ShapeDtypeStruct(self.shapes[name], jnp.int32 if integer else jnp.float32)
+
+    def types(self, depth: int, mix: str) -> tuple[Any, Any]:
+        """What is wanted, and the rest: of every layer its own."""
+        weight = jax.ShapeDtypeStruct(MIXES[mix], jnp.float32)
+        key = jax.eval_shape(jax.random.key, 0)
+        names = [name for name in self.shapes if name not in self.activations]
+        wanted = {name: self._type(name) for name in names if name in self.wrt}
+        rest = {name: self._type(name) for name in names if name not in self.wrt}
+        weights = dict.fromkeys(self.activations or ("state",), weight)
+        state = jax.ShapeDtypeStruct(self.state, jnp.float32)
+        return (state, [wanted] * depth), ([(rest, weights, key)] * depth, weight)
+
+    def stack(self, wanted: Any, rest: Any) -> Array:
+        """Layer upon layer, and a last mix."""
+        (state, layers), (frozen, last) = wanted, rest
+        for parameters, (others, weights, key) in zip(layers, frozen, strict=True):
+            mixed = {name: _mixed(state, weight) for name, weight in weights.items()}
+            y = self._row({**mixed, **parameters, **others}, key)
+            # (An embedding has no activation to go on from.)
+            state = _resized(y, self.state) + (0 if self.activations else mixed["state"])
+        return _mixed(state, last)
+
+    def _row(self, named: dict[str, Array], key: Any) -> Array:
+        draws = "key" in inspect.signature(self.rule.primal).parameters
+        options = {**self.options, "key": key} if draws else self.options
+        args = [named.get(name) for name in self.rule.row.args]
+        y = differentiable(self.rule)(*args, **options)
+        return y[0] if isinstance(y, tuple) else y
+
+
+def _mixed(state: Array, weight: Array) -> Array:
+    """By a matrix, or by a convolution along all axes between the first and the last as one."""
+    if weight.ndim == 2:
+        return state @ weight
+    flat = state.reshape(len(state), -1, state.shape[-1])
+    axes = ("NHC", "HIO", "NHC")
+    y = lax.conv_general_dilated(flat, weight, (1,), "SAME", dimension_numbers=axes)
+    return y.reshape(state.shape)
+
+
+def _resized(y: Array, shape: Shape) -> Array:
+    """Cut, or with zeros around it: what is linear, and keeps nothing."""
+    y = y.reshape(y.shape + (1,) * (len(shape) - y.ndim))
+    pads = [(0, size - here, 0) for here, size in zip(y.shape, shape, strict=True)]
+    return lax.pad(y, jnp.zeros((), y.dtype), pads)
+
+
+def cases(name: str, batch: int) -> Iterator[Case]:
+    """With the gradients of the activations alone, and with those of the parameters as well."""
+    rule = RULES[name]
+    row, layout = rule.row, rule.layout
+    present = [arg for arg in row.args if arg in row.reads or arg not in row.optional]
+    activations = tuple(arg for arg in row.reads if arg not in PARAMETERS)
+    axes = layout[activations[0] if activations else "y"]
+    state, sizes = _sizes(axes, batch)
+    shapes = {arg: _shape(layout[arg], sizes) for arg in present}
+    defaults = {option: values[0] for option, values in row.options.items()}
+    masks = dict.fromkeys([frozenset(activations), frozenset(row.reads)])
+    for variant in VARIANTS.get(name, VARIANTS.get(name[:-2], ({},))):
+        given = {k: v for k, v in {**defaults, **variant}.items() if k not in UNKNOWN}
+        for wrt in filter(None, masks):
+            yield Case(rule, given, variant, wrt, shapes, activations, state)
+
+
+def _sizes(axes: str, batch: int) -> tuple[Shape, dict[str, Shape]]:
+    """An activation's shape, and the sizes of its named axes (of a starred one, any number)."""
+    tokens = axes.split()
+    spatial = " ".join(token for token in tokens if token in ("d", "h", "w"))
+    state = rest = (batch, *SPATIAL[spatial], CHANNELS)
+    sizes = {}
+    for token in tokens:
+        count = len(state) - len(tokens) + 1 if token.startswith("*") else 1
+        sizes[token.lstrip("*")], rest = rest[:count], rest[count:]
+    return state, sizes
+
+
+def _shape(axes: str, sizes: dict[str, Shape]) -> Shape:
+    shape: Shape = ()
+    for token in axes.split():
+        axis = token.lstrip("*").partition("/")[0]
+        shape += sizes.get(axis, (KERNEL if axis.startswith("k") else CHANNELS,))
+    return shape
+
+
+def _temporaries(case: Case, depth: int, mix: str) -> int:
+    """Of a stack's gradient, compiled."""
+
+    def step(wanted: Any, rest: Any) -> Any:
+        y, pull = jax.vjp(lambda wanted: case.stack(wanted, rest), wanted)
+        return y, pull(jnp.ones_like(y))
+
+    program = jax.jit(step, compiler_options=QUICKLY).lower(*case.types(depth, mix)).compile()
+    analysis = program.memory_analysis()
+    assert analysis is not None
+    return analysis.temp_size_in_bytes
+
+
+def _growth(case: Case, depths: list[int], mix: str, form: Any) -> float:
+    """Of the temporaries, per layer."""
+    few, many = depths
+    with using(form):
+        grown = _temporaries(case, many, mix) - _temporaries(case, few, mix)
+    return grown / (many - few)
+
+
+def measure(case: Case, depths: list[int]) -> dict[str, Any]:
+    """One line of the results: bytes per element."""
+    report = memsave_jax.report(case.stack, *case.types(1, "dense"), compiled=False)
+    sizes = {"eager": {"stock": float(report.stock), "memsave_jax": float(report.now)}}
+    for mix in MIXES:
+        forms = {"stock": "stock", "memsave_jax": "custom_jvp"}
+        sizes[mix] = {name: _growth(case, depths, mix, form) for name, form in forms.items()}
+    elements = math.prod(case.state)
+    return {
+        "row": case.rule.row.name,
+        "called_with": case.variant,
+        "wrt": sorted(case.wrt),
+        "stock_op": case.is_stock,
+        **{how: {n: size / elements for n, size in of.items()} for how, of in sizes.items()},
+    }
+
+
+def _lines(name: str, batch: int, depths: list[int]) -> list[dict[str, Any]]:
+    """Of a row of the table; or that, and why, it is not measured."""
+    try:
+        return [measure(case, depths) for case in cases(name, batch)]
+    except Exception as error:  # (A new row may need arguments that are not made here.)
+        return [{"row": name, "not_measured": f"{type(error).__name__}: {error}"}]
+
+
+def _above(row: dict[str, Any]) -> bool:
+    """Whether it keeps more than stock anywhere."""
+    return any(
+        row[how]["memsave_jax"] > row[how]["stock"] * (1 + TOLERANCE) + TOLERANCE for how in HOW
+    )
+
+
+def judge(rows: list[dict[str, Any]]) -> None:
+    """Add to each line which row is to be taken in its place, if it is above stock.
+
+    Rows of one op are there to be chosen from: by what is wanted, and by what a neighbour keeps.
+    """
+    for row in rows:
+        op = TABLE[row["row"]].op
+        same = [
+            other["row"]
+            for other in rows
+            if TABLE[other["row"]].op == op
+            and other["wrt"] == row["wrt"]
+            and not _above(other)
+            and other["called_with"] == row["called_with"]
+        ]
+        row["above_stock"] = _above(row)
+        row["instead"] = same[0] if _above(row) and same else None
+
+
+def _remark(row: dict[str, Any]) -> str:
+    if row["above_stock"]:
+        return f"above stock: {row['instead']} is not" if row["instead"] else "ABOVE STOCK"
+    return "stock op" if row["stock_op"] else ""
+
+
+def _call(options: dict[str, Any]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in options.items())
+
+
+def main(args: argparse.Namespace) -> int:
+    """Print a row per row of the table, and mask; 1 if one is above stock, without another."""
+    # (XLA compiles on other threads than Python runs on.)
+    with ThreadPoolExecutor(args.jobs) as pool:
+        each = pool.map(lambda name: _lines(name, args.batch, args.depths), args.rows)
+        lines = [line for some in tqdm(each, "rows", len(args.rows), False) for line in some]
+    rows = [line for line in lines if "not_measured" not in line]
+    failed = [line for line in lines if "not_measured" in line]
+    judge(rows)
+    columns = [(how, name) for how in HOW for name in ("stock", "memsave_jax")]
+    print_table(
+        ("row", "called with", "gradients", *(f"{how}: {name}" for how, name in columns), ""),
+        [
+            (
+                row["row"],
+                _call(row["called_with"]),
+                ", ".join(row["wrt"]),
+                *(f"{row[how][name]:.3f}" for how, name in columns),
+                _remark(row),
+            )
+            for row in rows
+        ],
+    )
+    print("(bytes per element of x, of float32; the last pairs of columns by the mix, compiled)")
+    for row in failed:
+        print(f"not measured: {row['row']}: {row['not_measured']}")
+    if args.rows != list(RULES):
+        return _status(rows)
+    few, many = args.depths
+    command = f"python -m experiments run flax_rows --batch {args.batch} --depths {few} {many}"
+    print(f"written to {write_results('flax_rows', command, [*rows, *failed])}")
+    return _status(rows)
+
+
+def _status(rows: list[dict[str, Any]]) -> int:
+    return any(row["above_stock"] and not row["instead"] for row in rows)
