@@ -106,6 +106,23 @@ def test_autocast_gives_stock_dtypes(row: Layer, half, dtype, where: str) -> Non
 
 
 @every_row
+@pytest.mark.parametrize("optional", [True, False])
+def test_empty_batches(row: Layer, optional: bool) -> None:
+    """As stock does, zeros or nan or an error; the properties draw them seldom."""
+    for wrt in row.masks()[1:]:
+        results = []
+        for layer in (stock(row), ours(row)):
+            args: dict[str, Any] = {**inputs(row, wrt)}
+            for name, arg in args.items():
+                if row.args[name][0] == "*" or row.args[name].split()[0] == "n":
+                    args[name] = arg.detach()[:0].requires_grad_(name in wrt)
+                elif name in row.optional and name not in wrt and not optional:
+                    args[name] = None
+            results.append(helpers.attempt(outcome, layer, [*args.values()], **options(row)))
+        same(results[1], results[0])
+
+
+@every_row
 @pytest.mark.parametrize("half", HALVES, ids=str)
 def test_autocast_keeps_no_more_than_stock(row: Layer, half) -> None:
     """The best row of each op does, under each mask."""

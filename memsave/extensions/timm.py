@@ -22,7 +22,8 @@ from torch import Tensor, fx, nn
 from .. import functional, spec
 from ..function import Grads, Mask, Saved, Shapes, define
 from ..layers import norm
-from ..layers.module import Class, as_stock, drop_in, is_hooked
+from ..layers.gated import PRODUCTS, gated, swish_gradient
+from ..layers.module import Class, as_stock, drop_in
 from ..spec import Layer
 
 
@@ -155,11 +156,6 @@ for _row, _names in {
 # Of the others torch keeps each step. Their gradients read the input alone.
 
 
-def _swish_gradient(g: Tensor, x: Tensor, rate: float = 1.0) -> Tensor:
-    rising = torch.sigmoid(rate * x)
-    return g * rising * (1 + rate * x * (1 - rising))
-
-
 def _mish_gradient(g: Tensor, x: Tensor) -> Tensor:
     gate = F.softplus(x).tanh()
     return g * (gate + x * torch.sigmoid(x) * (1 - gate.square()))
@@ -192,8 +188,8 @@ def _of_input(stock: Class, gradient: Callable[[Tensor, Tensor], Tensor]) -> Non
 
 
 for _name, _gradient in {
-    "Swish": _swish_gradient,
-    "QuickGELU": partial(_swish_gradient, rate=1.702),
+    "Swish": swish_gradient,
+    "QuickGELU": partial(swish_gradient, rate=1.702),
     "Mish": _mish_gradient,
     "HardSwish": _hard_swish_gradient,
     "HardMish": _hard_mish_gradient,
@@ -205,32 +201,20 @@ for _name, _gradient in {
 # Gated feed-forward layers.
 
 
-def _gated(act: nn.Module, gate: Tensor, up: Tensor) -> Tensor:
-    """``act(gate) * up``, at once where the activation has such a product and no hooks."""
-    hooked = is_hooked(act)
-    if type(act) is nn.SiLU and not act.inplace and not hooked:
-        return functional.swiglu(gate, up)
-    if type(act) in GELUS and not hooked:
-        return functional.geglu(gate, up, GELUS[type(act)] or str(act.approximate))
-    return act(gate) * up
-
-
-#: The approximation of each GELU; torch's says it itself.
-GELUS = {
-    nn.GELU: "",
-    **dict.fromkeys(_classes("activations.GELU"), "none"),
-    **dict.fromkeys(_classes("activations.GELUTanh"), "tanh"),
-}
+for _cls in _classes("activations.GELU"):
+    PRODUCTS[_cls] = lambda act: functional.geglu
+for _cls in _classes("activations.GELUTanh"):
+    PRODUCTS[_cls] = lambda act: partial(functional.geglu, approximate="tanh")
 
 
 def _glu_mlp(self: Any, x: Tensor) -> Tensor:
     first, second = self.fc1(x).chunk(2, dim=self.chunk_dim)
     gate, up = (second, first) if self.gate_last else (first, second)
-    return _down(self, _gated(self.act, gate, up))
+    return _down(self, gated(self.act, gate, up))
 
 
 def _swiglu(self: Any, x: Tensor) -> Tensor:
-    return _down(self, _gated(self.act, self.fc1_g(x), self.fc1_x(x)))
+    return _down(self, gated(self.act, self.fc1_g(x), self.fc1_x(x)))
 
 
 def _down(self: Any, y: Tensor) -> Tensor:
@@ -239,7 +223,7 @@ def _down(self: Any, y: Tensor) -> Tensor:
 
 def _has_parts(stock: Class, ours: FunctionType) -> bool:
     """Whether this version's forward is made of what ours is made of, and of nothing else."""
-    names = {*ours.__code__.co_names, *_down.__code__.co_names} - {"_down", "_gated"}
+    names = {*ours.__code__.co_names, *_down.__code__.co_names} - {"_down", "gated"}
     return {*stock.forward.__code__.co_names} == names
 
 

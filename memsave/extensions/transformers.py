@@ -23,13 +23,21 @@ from transformers.pytorch_utils import Conv1D
 
 from .. import spec
 from ..function import Grads, Mask, Saved, Shapes, define, is_traced
-from ..layers.gated import define_gated, geglu, gelu_gradient, swiglu
-from ..layers.module import STOCK, Class, as_stock, derive, is_hooked, recogniser
+from ..layers.gated import (
+    PRODUCTS,
+    Product,
+    define_gated,
+    gated,
+    geglu,
+    gelu_gradient,
+    swiglu,
+    swish_gradient,
+)
+from ..layers.module import Class, as_stock, derive, recogniser
 from ..layers.norm import Gs, from_input
 from ..spec import Layer
 
 Act = Callable[[Tensor], Tensor]
-Product = Callable[[Tensor, Tensor], Tensor]
 
 as_stock(Conv1D, spec.LINEAR)
 as_stock(activations.SiLUActivation, spec.SILU)
@@ -60,11 +68,6 @@ def _formula(name: str, act: nn.Module, gradient: Callable[[Tensor, Tensor], Ten
     return Formula(row, define(row, forward, bwd), define_gated(product, forward, gradient))
 
 
-def _quick_gelu_gradient(g: Tensor, x: Tensor) -> Tensor:
-    rising = torch.sigmoid(1.702 * x)
-    return g * rising * (1 + 1.702 * x * (1 - rising))
-
-
 def _fast_gelu_gradient(g: Tensor, x: Tensor) -> Tensor:
     # Its constant is sqrt(2 / pi) to ten digits.
     square = 0.044715 * x * x
@@ -80,7 +83,7 @@ _by_tanh = partial(gelu_gradient, approximate="tanh")
 PYTHON: dict[Class, Formula] = {
     type(act): _formula(name, act, gradient)
     for name, act, gradient in (
-        ("quick_gelu", activations.QuickGELUActivation(), _quick_gelu_gradient),
+        ("quick_gelu", activations.QuickGELUActivation(), partial(swish_gradient, rate=1.702)),
         ("new_gelu", activations.NewGELUActivation(), _by_tanh),
         ("fast_gelu", activations.FastGELUActivation(), _fast_gelu_gradient),
         ("accurate_gelu", activations.AccurateGELUActivation(), _by_tanh),
@@ -95,34 +98,24 @@ def _in_python(act: nn.Module) -> bool:
     return isinstance(getattr(act, "act", None), MethodType) or not hasattr(act, "act")
 
 
+#: What the two classes that have it as an option run otherwise.
+OTHERWISE: dict[Class, Product] = {
+    activations.GELUActivation: geglu,
+    activations.GELUTanh: partial(geglu, approximate="tanh"),
+}
+
+
 def _derive_activation(stock: Class, formula: Formula) -> None:
     def forward(self: nn.Module, input: Tensor) -> Tensor:
         return formula.alone(input) if _in_python(self) else stock.forward(self, input)
 
     derive(stock, forward, formula.row)
+    PRODUCTS[stock] = lambda act: formula.gated if _in_python(act) else OTHERWISE[stock]
 
 
 for _stock, _python in PYTHON.items():
     _derive_activation(_stock, _python)
-
-
-def gated(act: nn.Module, gate: Tensor, up: Tensor) -> Tensor:
-    """``act(gate) * up``, as a gated product where the activation has one and no hooks."""
-    product = None if is_hooked(act) else _product(act)
-    return act(gate) * up if product is None else product(gate, up)
-
-
-def _product(act: nn.Module) -> Product | None:
-    stock = STOCK.get(type(act), type(act))
-    if (stock is nn.SiLU and not act.inplace) or stock is activations.SiLUActivation:
-        return swiglu
-    if stock is nn.GELU:
-        return partial(geglu, approximate=str(act.approximate))
-    if stock in PYTHON and _in_python(act):
-        return PYTHON[stock].gated
-    if stock is activations.GELUActivation:
-        return geglu
-    return partial(geglu, approximate="tanh") if stock is activations.GELUTanh else None
+PRODUCTS[activations.SiLUActivation] = lambda act: swiglu
 
 
 # RMS norms. They differ in what is rounded to the dtype of the input, and when.

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from .. import spec
 from ..function import Grads, Mask, Saved, Shapes, define, is_traced
 from ..spec import Layer
+from .module import STOCK, Class, is_hooked
+
+Product = Callable[[Tensor, Tensor], Tensor]
 
 
 def define_gated(
@@ -50,11 +54,12 @@ def define_gated(
     return gated
 
 
-def _silu_gradient(g: Tensor, x: Tensor) -> Tensor:
-    if not torch.is_grad_enabled():
+def swish_gradient(g: Tensor, x: Tensor, *, rate: float = 1.0) -> Tensor:
+    """The gradient of ``x`` through ``x * sigmoid(rate * x)``."""
+    if rate == 1.0 and not torch.is_grad_enabled():
         return torch.ops.aten.silu_backward(g, x)  # which has no derivative
-    rising = torch.sigmoid(x)
-    return g * rising * (1 + x * (1 - rising))
+    rising = torch.sigmoid(rate * x)
+    return g * rising * (1 + rate * x * (1 - rising))
 
 
 def gelu_gradient(g: Tensor, x: Tensor, *, approximate: str) -> Tensor:
@@ -62,7 +67,7 @@ def gelu_gradient(g: Tensor, x: Tensor, *, approximate: str) -> Tensor:
     return torch.ops.aten.gelu_backward(g, x, approximate=approximate)
 
 
-_swiglu = define_gated(spec.SWIGLU, F.silu, _silu_gradient)
+_swiglu = define_gated(spec.SWIGLU, F.silu, swish_gradient)
 _geglu = define_gated(spec.GEGLU, F.gelu, gelu_gradient)
 
 
@@ -84,3 +89,17 @@ def geglu(gate: Tensor, up: Tensor, approximate: str = "none") -> Tensor:
         approximate: As in :func:`torch.nn.functional.gelu`.
     """
     return _geglu(gate, up, approximate=approximate)
+
+
+#: Of classes of activations: the gated product of an instance, if it has one.
+PRODUCTS: dict[Class, Callable[[Any], Product | None]] = {
+    nn.SiLU: lambda act: None if act.inplace else swiglu,
+    nn.GELU: lambda act: partial(geglu, approximate=act.approximate),
+}
+
+
+def gated(act: nn.Module, gate: Tensor, up: Tensor) -> Tensor:
+    """``act(gate) * up``; as a gated product where the activation has one and no hooks."""
+    product_of = PRODUCTS.get(STOCK.get(type(act), type(act)))
+    product = None if product_of is None or is_hooked(act) else product_of(act)
+    return act(gate) * up if product is None else product(gate, up)

@@ -321,6 +321,9 @@ def _instance_bwd(
     g: Tensor, wrt: Mask, saved: Saved, shapes: Shapes, *, momentum: float, eps: float
 ) -> Grads:
     n, like = g.shape[0], shapes["weight"] or shapes["bias"]
+    if not g.numel():  # the kernel divides by the number of elements
+        wanted = {name: shapes[name] for name in wrt}
+        return {n: g.new_zeros(w.shape, dtype=w.dtype) for n, w in wanted.items() if w is not None}
     if wrt == {"bias"}:
         return {"bias": _like(_grouped(g, g.shape[1]).sum((0, 3)), shapes, "bias")}
     weight = saved["weight"] if "x" in wrt else None
