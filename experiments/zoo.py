@@ -243,9 +243,10 @@ COMMAND = "python -m experiments run zoo"
 
 
 def _already(file: str) -> list[dict[str, Any]]:
-    """The results of a run that was stopped."""
+    """The results of a run that was stopped, but for the models that failed."""
     path = RESULTS / f"{file}.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()[1:]] if path.exists() else []
+    lines = path.read_text().splitlines()[1:] if path.exists() else []
+    return [row for row in map(json.loads, lines) if "error" not in row]
 
 
 def main(args: argparse.Namespace) -> int:
