@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from .. import functional, spec
-from ..function import Grads, Mask, Saved, Shapes, define
 from ..layers import norm
+from ..layers.curve import define_curve
 from ..layers.gated import PRODUCTS, gated, swish_gradient
 from ..layers.module import Class, as_stock, drop_in
 from ..spec import Layer
@@ -176,10 +176,7 @@ def _of_input(stock: Class, gradient: Callable[[Tensor, Tensor], Tensor]) -> Non
     row = replace(spec.SILU, name=f"timm.{stock.__name__.lower()}", op="")
     plain = stock()
 
-    def bwd(g: Tensor, wrt: Mask, saved: Saved, shapes: Shapes) -> Grads:
-        return {"x": gradient(g, saved["x"])}
-
-    activation = define(row, plain.forward, bwd)
+    activation = define_curve(row, plain.forward, gradient)
 
     def forward(self: Any, x: Tensor) -> Tensor:
         return stock.forward(self, x) if getattr(self, "inplace", False) else activation(x)

@@ -23,6 +23,7 @@ from transformers.pytorch_utils import Conv1D
 
 from .. import spec
 from ..function import Grads, Mask, Saved, Shapes, define, is_traced
+from ..layers.curve import define_curve
 from ..layers.gated import (
     PRODUCTS,
     Product,
@@ -60,12 +61,11 @@ def _renamed(row: Layer, name: str) -> Layer:
 
 
 def _formula(name: str, act: nn.Module, gradient: Callable[[Tensor, Tensor], Tensor]) -> Formula:
-    def bwd(g: Tensor, wrt: Mask, saved: Saved, shapes: Shapes) -> Grads:
-        return {"x": gradient(g, saved["x"])}
-
     row, product = _renamed(spec.SILU, name), _renamed(spec.SWIGLU, f"gated_{name}")
     forward = act.forward  # not the module, which hooks may see
-    return Formula(row, define(row, forward, bwd), define_gated(product, forward, gradient))
+    return Formula(
+        row, define_curve(row, forward, gradient), define_gated(product, forward, gradient)
+    )
 
 
 def _fast_gelu_gradient(g: Tensor, x: Tensor) -> Tensor:

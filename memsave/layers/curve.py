@@ -23,7 +23,7 @@ from .module import as_stock, drop_in
 SELU_ALPHA, SELU_SCALE = 1.6732632423543772848170429916717, 1.0507009873554804934193349852946
 
 
-def _define(
+def define_curve(
     row: Layer, primal: Callable[..., Tensor], gradient: Callable[..., Tensor]
 ) -> Callable[..., Tensor]:
     """The rule of a row that reads one array: ``gradient(g, array, **options)``."""
@@ -71,30 +71,30 @@ define(spec.MISH, F.mish)
 define(spec.HARDSWISH, F.hardswish)
 define(spec.GLU, lambda x, dim: F.glu(x, dim))
 
-_elu_from_output = _define(
+_elu_from_output = define_curve(
     spec.ELU_FROM_OUTPUT,
     _elu,
     lambda g, y, alpha, **_: torch.ops.aten.elu_backward(g, alpha, 1, 1, True, y),
 )
-_celu_from_output = _define(
+_celu_from_output = define_curve(
     spec.CELU_FROM_OUTPUT,
     _celu,
     lambda g, y, alpha, **_: torch.ops.aten.elu_backward(g, alpha, 1, 1 / alpha, True, y),
 )
-_selu_from_output = _define(
+_selu_from_output = define_curve(
     spec.SELU_FROM_OUTPUT,
     _selu,
     lambda g, y, **_: torch.ops.aten.elu_backward(g, SELU_ALPHA, SELU_SCALE, 1, True, y),
 )
-_softplus_from_output = _define(spec.SOFTPLUS_FROM_OUTPUT, _softplus, _softplus_gradient)
+_softplus_from_output = define_curve(spec.SOFTPLUS_FROM_OUTPUT, _softplus, _softplus_gradient)
 # Stock keeps a buffer as well, on CPU.
-_logsigmoid = _define(spec.LOGSIGMOID, F.logsigmoid, lambda g, x: g * torch.sigmoid(-x))
-_logsigmoid_from_output = _define(
+_logsigmoid = define_curve(spec.LOGSIGMOID, F.logsigmoid, lambda g, x: g * torch.sigmoid(-x))
+_logsigmoid_from_output = define_curve(
     spec.LOGSIGMOID_FROM_OUTPUT, F.logsigmoid, lambda g, y: g * -torch.expm1(y)
 )
 # Stock keeps what it has computed in between.
-_tanhshrink = _define(spec.TANHSHRINK, F.tanhshrink, lambda g, x: g * torch.tanh(x).square())
-_softsign = _define(spec.SOFTSIGN, F.softsign, lambda g, x: g / (x.abs() + 1).square())
+_tanhshrink = define_curve(spec.TANHSHRINK, F.tanhshrink, lambda g, x: g * torch.tanh(x).square())
+_softsign = define_curve(spec.SOFTSIGN, F.softsign, lambda g, x: g / (x.abs() + 1).square())
 
 
 def logsigmoid(input: Tensor) -> Tensor:
