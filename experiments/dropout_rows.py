@@ -1,73 +1,139 @@
-"""The two rows of dropout against stock: time of forward + backward, and bytes kept."""
+"""The two rows of dropout against stock: time of forward + backward, and bytes kept.
+
+One keeps a bit per element, the other the state of the random generator, whose numbers it draws
+again in backward. Under the same seed both have to drop what stock drops: outputs and gradients are
+compared.
+"""
 
 from __future__ import annotations
 
-import argparse
-import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import nn
-from tqdm import tqdm
+from torch import Tensor, nn
 
 import memsave
 
-from .measure import paired_times, print_table, ratio, write_results
+from .harness import Experiment
+from .measure import compare
+from .render import table
+from .results import Record
 
 LAYERS: dict[str, type[nn.Dropout]] = {
     "stock": nn.Dropout,
     "dropout": memsave.nn.Dropout,
     "dropout_from_rng": memsave.nn.DropoutFromRng,
 }
+P = 0.1
 
 
-def options(parser: argparse.ArgumentParser) -> None:
-    """Add the options to the command line."""
-    parser.add_argument("--sizes", type=int, nargs="+", default=[1 << 14, 1 << 20, 1 << 24])
-    parser.add_argument("--repeats", type=int, default=31)
+@dataclass(frozen=True)
+class Config:
+    """Numbers of elements, and how often each layer is timed."""
+
+    elements: tuple[int, ...] = (1 << 14, 1 << 20, 1 << 24)
+    repeats: int = 31
 
 
-def _step(layer: nn.Module, x: torch.Tensor, g: torch.Tensor) -> Callable[[], None]:
-    def step() -> None:
+@dataclass(frozen=True)
+class Case:
+    """All rows upon so many elements, in turn."""
+
+    elements: int
+    repeats: int
+
+
+def cases(config: Config) -> Iterator[Case]:
+    """By size."""
+    for elements in config.elements:
+        yield Case(elements, config.repeats)
+
+
+def measure(case: Case) -> dict[str, Any]:
+    """Times, bytes kept, and differences from stock, by row."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    x = torch.randn(case.elements, device=device, requires_grad=True)
+    g = torch.randn(case.elements, device=device)
+    layers = {name: layer(P) for name, layer in LAYERS.items()}
+    results = {name: _results(layer, x, g) for name, layer in layers.items()}
+    stock = results["stock"]
+    return {
+        "kept_bytes": {name: memsave.report(layer, x).now for name, layer in layers.items()},
+        "off": {name: max(map(_off, stock, of)) for name, of in results.items()},
+        "times": compare(
+            {name: _step(layer, x, g) for name, layer in layers.items()}, case.repeats
+        ),
+    }
+
+
+def _step(layer: nn.Module, x: Tensor, g: Tensor) -> Callable[[], Tensor]:
+    def step() -> Tensor:
         x.grad = None
-        layer(x).backward(g)
+        y = layer(x)
+        y.backward(g)
+        return y.detach()
 
     return step
 
 
-def main(args: argparse.Namespace) -> int:
-    """Print a row per size and row of the table."""
-    rows = []
-    for size in tqdm(args.sizes, "sizes", leave=False):
-        x = torch.randn(size, requires_grad=True)
-        g = torch.randn(size)
-        layers = {name: cls(0.1) for name, cls in LAYERS.items()}
-        steps = {name: _step(layer, x, g) for name, layer in layers.items()}
-        times = paired_times(steps, args.repeats, f"{size}")
-        for name, layer in layers.items():
-            report = memsave.report(layer, x)
-            rows.append(
-                {
-                    "elements": size,
-                    "row": name,
-                    "median_s": statistics.median(times[name]),
-                    "ratio": ratio(times[name], times["stock"]),
-                    "kept_bytes": report.now,
-                }
-            )
-    print_table(
-        ("elements", "row", "ms", "ratio to stock", "kept bytes"),
-        [
-            (
-                str(row["elements"]),
-                row["row"],
-                f"{row['median_s'] * 1e3:.3f}",
-                f"{row['ratio']:.3f}",
-                str(row["kept_bytes"]),
-            )
-            for row in rows
-        ],
+def _results(layer: nn.Module, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    """The output, and the gradient of x, from the same seed."""
+    torch.manual_seed(0)
+    y = _step(layer, x, g)()
+    assert x.grad is not None
+    return y, x.grad
+
+
+def _off(a: Tensor, b: Tensor) -> float:
+    return (a - b).abs().max().item()
+
+
+def show(records: Sequence[Record[Case]]) -> str:
+    """A row per size and row of the table."""
+    return table(
+        ("elements", "row", "ms", "ratio to stock", "quartiles", "kept bytes", "off by"),
+        [_cells(record, name) for record in records for name in record.figures["times"]],
     )
-    command = f"python -m experiments run dropout_rows --repeats {args.repeats}"
-    print(f"written to {write_results('dropout_rows', command, rows)}")
-    return 0
+
+
+def _cells(record: Record[Case], name: str) -> tuple[str, ...]:
+    figures, times = record.figures, record.figures["times"][name]
+    low, high = times["quartiles"]
+    return (
+        str(record.case.elements),
+        name,
+        f"{times['seconds'] * 1e3:.3f}",
+        f"{times['ratio']:.3f}",
+        "" if name == "stock" else f"{low:.3f} to {high:.3f}",
+        str(figures["kept_bytes"][name]),
+        f"{figures['off'][name]:g}",
+    )
+
+
+def misses(records: Sequence[Record[Case]]) -> Iterator[str]:
+    """Bits that are not a bit per element, and what is not stock's output or gradient."""
+    for record in records:
+        elements, kept = record.case.elements, record.figures["kept_bytes"]
+        if kept["dropout"] != -(-elements // 8):
+            yield f"dropout of {elements} elements keeps {kept['dropout']} bytes"
+        for name, off in record.figures["off"].items():
+            if off:
+                yield f"{name} of {elements} elements is off by {off:g}"
+
+
+EXPERIMENT = Experiment(
+    sizes={
+        "tiny": Config((1 << 14,), repeats=3),
+        "quick": Config(repeats=9),
+        "default": Config(),
+        "paper": Config((1 << 14, 1 << 20, 1 << 24, 1 << 28)),
+    },
+    case=Case,
+    cases=cases,
+    measure=measure,
+    table=show,
+    misses=misses,
+    memory=lambda case: (1 << 30) + 32 * case.elements,
+)

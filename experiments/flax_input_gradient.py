@@ -1,11 +1,11 @@
-"""The main job's other half: the same ResNet-101, weights and photographs in Flax.
+"""The main job's other half: the same ResNet, weights and photographs in Flax.
 
 Its weights are those of the PyTorch model, moved by :mod:`memsave_jax.interop`.
 """
 
 from __future__ import annotations
 
-import statistics
+from functools import partial
 from typing import Any
 
 import jax
@@ -17,39 +17,43 @@ from memsave_jax import interop, nnx as mnnx
 
 from .flax_resnet import ResNet
 from .flax_scenarios import SCENARIOS, Step
-from .measure import paired_times, ratio
+from .input_gradient import MODELS, Case, differences, gradient, prepare
+from .measure import compare
+from .results import settings
 
 FROZEN = next(scenario for scenario in SCENARIOS if scenario.name == "Input (BN eval)")
 
 
-def measure(crops: int, repeats: int) -> dict[str, Any]:
-    """Kept and temporary bytes, seconds, losses and gradients (channels first), by model."""
-    from .input_gradient import MODELS, prepare
-
-    twin, photographs, classes = prepare("stock", crops)
+def measure(case: Case) -> dict[str, Any]:
+    """Kept and temporary bytes, times, losses and differences between gradients."""
+    twin, photographs, classes = prepare("memsave", case)
+    theirs = gradient(twin, photographs, classes)[1].numpy()
     x = jnp.asarray(photographs.detach().permute(0, 2, 3, 1).numpy())
     labels = jnp.asarray(classes.numpy())
     steps = {}
     for name in MODELS:
-        model = nnx.eval_shape(lambda: ResNet(101, nnx.Rngs(0)))
+        model = nnx.eval_shape(lambda: ResNet(case.depth, nnx.Rngs(0)))
         interop.load_state_dict(model, twin.state_dict())
         model.eval()
         steps[name] = Step(mnnx.convert(model) if name == "memsave" else model, FROZEN, x, labels)
     programs = {name: step.compiled() for name, step in steps.items()}
-    run = {
-        name: lambda name=name: jax.block_until_ready(programs[name](*steps[name].arguments()))
-        for name in MODELS
+    run = {name: partial(_run, programs[name], step) for name, step in steps.items()}
+    results = {name: step() for name, step in run.items()}
+    gradients = {
+        name: np.moveaxis(np.asarray(wanted["x"]), -1, 1) for name, (_, wanted) in results.items()
     }
-    times = paired_times(run, repeats, "Flax")
-    (stock, _), (memsave, _) = (run[name]() for name in MODELS)
-    gradients = [np.moveaxis(np.asarray(run[name]()[1]["x"]), -1, 1) for name in MODELS]
+    temp = {name: of.memory_analysis().temp_size_in_bytes for name, of in programs.items()}
+    taken = settings("jax")
     return {
         "kept_bytes": {name: step.kept() for name, step in steps.items()},
-        "temp_bytes": {
-            name: program.memory_analysis().temp_size_in_bytes for name, program in programs.items()
-        },
-        "seconds": {name: statistics.median(times[name]) for name in MODELS},
-        "time_ratio": ratio(times["memsave"], times["stock"]),
-        "loss": {"stock": float(stock[0]), "memsave": float(memsave[0])},
-        "gradients": dict(zip(MODELS, gradients, strict=True)),
+        "temp_bytes": temp,
+        "times": compare(run, case.repeats),
+        "loss": {name: float(loss) for name, ((loss, _), _) in results.items()},
+        **differences(gradients),
+        "to_torch": float(abs(theirs - gradients["memsave"]).max()),
+        "versions": {name: taken[name] for name in ("jax", "flax", "device")},
     }
+
+
+def _run(program: Any, step: Step) -> Any:
+    return jax.block_until_ready(program(*step.arguments()))

@@ -1,101 +1,168 @@
 """JAX: every layer that keeps less than stock, alone: bytes kept, and time of a jitted step.
 
 Beside stock stands ``jax.checkpoint`` of the stock layer, which keeps its input and computes the
-layer again. Alternatives of one op (two rows of dropout, of relu) are there to be compared.
+layer again. Alternatives of one op (two rows of dropout, of relu) are there to be compared. Kept
+bytes are parts of the input's. Times are medians of ratios to stock, taken in turn; "custom_vjp" is
+the other form that the rules can take (no forward mode).
 """
 
 from __future__ import annotations
 
-import argparse
-import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from tqdm import tqdm
+from jax import Array
 
 import memsave_jax
 from memsave_jax import function, functional as F
 
-from .measure import paired_times, print_table, ratio, write_results
+from .harness import Experiment
+from .measure import compare
+from .render import table
+from .results import Record
+
+#: Largest difference of outputs and gradients to stock's, to stock's largest.
+TOLERANCE = 1e-5
 
 
-def options(parser: argparse.ArgumentParser) -> None:
-    """Add the options to the command line."""
-    parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--size", type=int, default=64, help="of the images, in pixels")
-    parser.add_argument("--channels", type=int, default=64)
-    parser.add_argument("--repeats", type=int, default=31)
+def _batch_norm_train(x: Array, key: Array) -> Array:
+    vector = jnp.ones(x.shape[-1])
+    return F.batch_norm(x, None, None, vector, vector, use_running_average=False)[0]
 
 
-def layers(channels: int) -> dict[str, Callable[[jax.Array], jax.Array]]:
-    """Functions of ``x``."""
-    key, vector = jax.random.key(0), jnp.ones(channels)
-    return {
-        "relu": F.relu,
-        "relu_from_output": F.relu_from_output,
-        "dropout": lambda x: F.dropout(x, 0.1, key),
-        "dropout_from_rng": lambda x: F.dropout_from_rng(x, 0.1, key),
-        "max_pool2d, 2x2": lambda x: F.max_pool(x, (2, 2), (2, 2)),
-        "max_pool2d, 3x3 by 2": lambda x: F.max_pool(x, (3, 3), (2, 2), "SAME"),
-        "batch_norm_train": lambda x: F.batch_norm(
-            x, None, None, vector, vector, use_running_average=False
-        )[0],
-    }
+#: Functions of ``x`` and a key.
+LAYERS: dict[str, Callable[[Array, Array], Array]] = {
+    "relu": lambda x, key: F.relu(x),
+    "relu_from_output": lambda x, key: F.relu_from_output(x),
+    "dropout": lambda x, key: F.dropout(x, 0.1, key),
+    "dropout_from_rng": lambda x, key: F.dropout_from_rng(x, 0.1, key),
+    "max_pool2d, 2x2": lambda x, key: F.max_pool(x, (2, 2), (2, 2)),
+    "max_pool2d, 3x3 by 2": lambda x, key: F.max_pool(x, (3, 3), (2, 2), "SAME"),
+    "batch_norm_train": _batch_norm_train,
+}
 
 
-def _step(layer: Callable[[jax.Array], jax.Array], x: jax.Array, form: Any) -> Any:
+@dataclass(frozen=True)
+class Config:
+    """Which layers, on how many square images of how many pixels and channels."""
+
+    layers: tuple[str, ...] = tuple(LAYERS)
+    batch: int = 16
+    size: int = 64
+    channels: int = 64
+    repeats: int = 31
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layer."""
+
+    layer: str
+    batch: int
+    size: int
+    channels: int
+    repeats: int
+
+
+def cases(config: Config) -> Iterator[Case]:
+    """By layer."""
+    for layer in config.layers:
+        yield Case(layer, config.batch, config.size, config.channels, config.repeats)
+
+
+def _step(layer: Callable[[Array], Array], x: Array, form: Any) -> Callable[[], Any]:
     """Forward and backward, compiled. (The output goes out, as to a next layer.)"""
 
-    def step(x: jax.Array, g: jax.Array) -> Any:
+    def step(x: Array, g: Array) -> Any:
         y, pull = jax.vjp(layer, x)
         return y, pull(g)[0]
 
     with function.using(form):
-        g = jnp.ones(jax.eval_shape(layer, x).shape)
+        shape = jax.eval_shape(layer, x).shape
+        g = jax.random.normal(jax.random.key(2), shape)
         program = jax.jit(step).lower(x, g).compile()
     return lambda: jax.block_until_ready(program(x, g))
 
 
-def main(args: argparse.Namespace) -> int:
-    """Print a row per layer."""
-    x = jax.random.normal(jax.random.key(1), (args.batch, args.size, args.size, args.channels))
-    rows = []
-    for name, layer in tqdm(layers(args.channels).items(), "layers", leave=False):
-        # (Of an activation: an input of the whole function would be free.)
-        report = memsave_jax.report(lambda x, layer=layer: layer(2 * x), x, compiled=False)
-        steps = {
-            "stock": _step(layer, x, "stock"),
-            "memsave_jax": _step(layer, x, "custom_jvp"),
-            "custom_vjp": _step(layer, x, "custom_vjp"),
-            "checkpoint": _step(jax.checkpoint(layer), x, "stock"),
-        }
-        times = paired_times(steps, args.repeats, name)
-        rows.append(
-            {
-                "layer": name,
-                "stock_bytes": report.stock,
-                "kept_bytes": report.now,
-                "stock_s": statistics.median(times["stock"]),
-                "time_ratio": {n: ratio(times[n], times["stock"]) for n in steps},
-            }
-        )
-    print_table(
-        ("layer", "stock keeps", "memsave_jax", "ms", "time ratio", "custom_vjp", "checkpoint"),
-        [
-            (
-                row["layer"],
-                f"{row['stock_bytes'] / x.nbytes:.3f}",
-                f"{row['kept_bytes'] / x.nbytes:.4f}",
-                f"{row['stock_s'] * 1e3:.2f}",
-                *(f"{row['time_ratio'][n]:.3f}" for n in ("memsave_jax", "custom_vjp")),
-                f"{row['time_ratio']['checkpoint']:.3f}",
-            )
-            for row in rows
-        ],
+def _difference(stock: Any, ours: Any) -> float:
+    pairs = zip(stock, ours, strict=True)
+    return max(float(jnp.abs(a - b).max() / jnp.abs(a).max()) for a, b in pairs)
+
+
+def measure(case: Case) -> dict[str, Any]:
+    """Bytes kept, times of a step, and by how much its output and gradient differ from stock's."""
+    shape = (case.batch, case.size, case.size, case.channels)
+    x = jax.random.normal(jax.random.key(1), shape)
+    key = jax.random.key(0)
+
+    def layer(x: Array) -> Array:
+        return LAYERS[case.layer](x, key)
+
+    # (Of an activation: an input of the whole function would be free.)
+    report = memsave_jax.report(lambda x: layer(2 * x), x, compiled=False)
+    steps = {
+        "stock": _step(layer, x, "stock"),
+        "memsave_jax": _step(layer, x, "custom_jvp"),
+        "custom_vjp": _step(layer, x, "custom_vjp"),
+        "checkpoint": _step(jax.checkpoint(layer), x, "stock"),
+    }
+    return {
+        "input_bytes": x.nbytes,
+        "kept_bytes": {"stock": report.stock, "memsave_jax": report.now},
+        "times": compare(steps, case.repeats),
+        "difference": _difference(steps["stock"](), steps["memsave_jax"]()),
+    }
+
+
+def show(records: Sequence[Record[Case]]) -> str:
+    """A row per layer."""
+    return table(
+        (
+            *("layer", "stock keeps", "memsave_jax", "stock ms"),
+            *("time: memsave_jax", "quartiles", "custom_vjp", "checkpoint", "differs by"),
+        ),
+        [tuple(_line(record)) for record in records],
     )
-    print("(kept bytes as parts of the input's)")
-    command = f"python -m experiments run flax_layers --repeats {args.repeats}"
-    print(f"written to {write_results('flax_layers', command, rows)}")
-    return 0
+
+
+def _line(record: Record[Case]) -> Iterator[str]:
+    figures = record.figures
+    times = figures["times"]
+    kept = {name: size / figures["input_bytes"] for name, size in figures["kept_bytes"].items()}
+    yield record.case.layer
+    yield f"{kept['stock']:.3f}"
+    yield f"{kept['memsave_jax']:.4f}"
+    yield f"{times['stock']['seconds'] * 1e3:.2f}"
+    yield f"{times['memsave_jax']['ratio']:.3f}"
+    yield " to ".join(f"{time:.3f}" for time in times["memsave_jax"]["quartiles"])
+    yield f"{times['custom_vjp']['ratio']:.3f}"
+    yield f"{times['checkpoint']['ratio']:.3f}"
+    yield f"{figures['difference']:.1e}"
+
+
+def misses(records: Sequence[Record[Case]]) -> Iterator[str]:
+    """Layers that keep more than stock, or compute something else."""
+    for record in records:
+        layer, figures = record.case.layer, record.figures
+        if figures["kept_bytes"]["memsave_jax"] > figures["kept_bytes"]["stock"]:
+            yield f"{layer}: keeps more than stock"
+        if figures["difference"] > TOLERANCE:
+            yield f"{layer}: differs from stock by {figures['difference']:.1e} of the largest"
+
+
+EXPERIMENT = Experiment(
+    sizes={
+        "tiny": Config(("dropout", "max_pool2d, 2x2"), batch=2, size=8, channels=8, repeats=3),
+        "quick": Config(repeats=5),
+        "default": Config(),
+    },
+    case=Case,
+    cases=cases,
+    measure=measure,
+    table=show,
+    misses=misses,
+    backend="jax",
+)

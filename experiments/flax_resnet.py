@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from .scenarios import DEPTHS
+from .resnet import DEPTHS
 
 
 class Kind(NamedTuple):

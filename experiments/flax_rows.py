@@ -6,28 +6,31 @@ else keeps: ``x`` and ``y`` count in full. Inputs and parameters are alive anywa
 Eagerly, it is what ``jax.vjp`` of one layer holds; compiled, by how much the temporaries of a
 gradient grow with each layer of a deep stack, by what mixes the channels. (Where that is 0, what is
 kept fits into what the last layer needs anyway.) Nothing is run.
+
+All columns are bytes per element of ``x``, which has four. A row of the table may be above stock
+where another row of the same op is not: they are there to be chosen from.
 """
 
 from __future__ import annotations
 
-import argparse
 import inspect
 import math
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from tqdm import tqdm
 
 import memsave_jax
 import memsave_jax.functional  # defines the rules
 from memsave.spec import TABLE, Shape
 from memsave_jax.function import RULES, Rule, differentiable, using
 
-from .measure import print_table, write_results
+from .harness import Experiment
+from .render import table
+from .results import Record
 
 #: Options of the table that mean nothing to a JAX rule.
 UNKNOWN = {"inplace", "return_indices", "momentum"}
@@ -59,15 +62,39 @@ QUICKLY: dict[str, bool | int | float | str] = {"xla_backend_optimization_level"
 TOLERANCE = 0.01
 
 
-def options(parser: argparse.ArgumentParser) -> None:
-    """Add the options to the command line."""
-    parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--depths", type=int, nargs=2, default=[4, 12])
-    parser.add_argument("--jobs", type=int, default=2, help="threads")
-    parser.add_argument("--rows", nargs="+", choices=sorted(RULES), default=list(RULES))
+#: The ops, each with its rows.
+ROWS: dict[str, list[str]] = {}
+for _name in RULES:
+    ROWS.setdefault(TABLE[_name].op, []).append(_name)
 
 
-class Case(NamedTuple):
+@dataclass(frozen=True)
+class Config:
+    """Which ops, on how many examples, in stacks of how many layers."""
+
+    ops: tuple[str, ...] = tuple(ROWS)
+    batch: int = 64
+    few: int = 4
+    many: int = 12
+
+
+@dataclass(frozen=True)
+class Case:
+    """An op: all of its rows."""
+
+    op: str
+    batch: int
+    few: int
+    many: int
+
+
+def cases(config: Config) -> Iterator[Case]:
+    """By op, in the order of the table."""
+    for op in config.ops:
+        yield Case(op, config.batch, config.few, config.many)
+
+
+class Call(NamedTuple):
     """A row, called with these options, of which these gradients are wanted.
 
     ``shapes`` are those of the arguments that are there; ``activations`` are the arguments that
@@ -139,7 +166,7 @@ def _resized(y: Array, shape: Shape) -> Array:
     return lax.pad(y, jnp.zeros((), y.dtype), pads)
 
 
-def cases(name: str, batch: int) -> Iterator[Case]:
+def calls(name: str, batch: int) -> Iterator[Call]:
     """With the gradients of the activations alone, and with those of the parameters as well."""
     rule = RULES[name]
     row, layout = rule.row, rule.layout
@@ -153,7 +180,7 @@ def cases(name: str, batch: int) -> Iterator[Case]:
     for variant in VARIANTS.get(name, VARIANTS.get(name[:-2], ({},))):
         given = {k: v for k, v in {**defaults, **variant}.items() if k not in UNKNOWN}
         for wrt in filter(None, masks):
-            yield Case(rule, given, variant, wrt, shapes, activations, state)
+            yield Call(rule, given, variant, wrt, shapes, activations, state)
 
 
 def _sizes(axes: str, batch: int) -> tuple[Shape, dict[str, Shape]]:
@@ -176,121 +203,124 @@ def _shape(axes: str, sizes: dict[str, Shape]) -> Shape:
     return shape
 
 
-def _temporaries(case: Case, depth: int, mix: str) -> int:
+def _temporaries(call: Call, depth: int, mix: str) -> int:
     """Of a stack's gradient, compiled."""
 
     def step(wanted: Any, rest: Any) -> Any:
-        y, pull = jax.vjp(lambda wanted: case.stack(wanted, rest), wanted)
+        y, pull = jax.vjp(lambda wanted: call.stack(wanted, rest), wanted)
         return y, pull(jnp.ones_like(y))
 
-    program = jax.jit(step, compiler_options=QUICKLY).lower(*case.types(depth, mix)).compile()
+    program = jax.jit(step, compiler_options=QUICKLY).lower(*call.types(depth, mix)).compile()
     analysis = program.memory_analysis()
     assert analysis is not None
     return analysis.temp_size_in_bytes
 
 
-def _growth(case: Case, depths: list[int], mix: str, form: Any) -> float:
+def _growth(call: Call, case: Case, mix: str, form: Any) -> float:
     """Of the temporaries, per layer."""
-    few, many = depths
     with using(form):
-        grown = _temporaries(case, many, mix) - _temporaries(case, few, mix)
-    return grown / (many - few)
+        grown = _temporaries(call, case.many, mix) - _temporaries(call, case.few, mix)
+    return grown / (case.many - case.few)
 
 
-def measure(case: Case, depths: list[int]) -> dict[str, Any]:
-    """One line of the results: bytes per element."""
-    report = memsave_jax.report(case.stack, *case.types(1, "dense"), compiled=False)
+def _per_element(call: Call, case: Case) -> dict[str, Any]:
+    """Bytes per element, eagerly and by mix."""
+    report = memsave_jax.report(call.stack, *call.types(1, "dense"), compiled=False)
     sizes = {"eager": {"stock": float(report.stock), "memsave_jax": float(report.now)}}
     for mix in MIXES:
         forms = {"stock": "stock", "memsave_jax": "custom_jvp"}
-        sizes[mix] = {name: _growth(case, depths, mix, form) for name, form in forms.items()}
-    elements = math.prod(case.state)
-    return {
-        "row": case.rule.row.name,
-        "called_with": case.variant,
-        "wrt": sorted(case.wrt),
-        "stock_op": case.is_stock,
-        **{how: {n: size / elements for n, size in of.items()} for how, of in sizes.items()},
-    }
+        sizes[mix] = {name: _growth(call, case, mix, form) for name, form in forms.items()}
+    elements = math.prod(call.state)
+    return {how: {name: size / elements for name, size in of.items()} for how, of in sizes.items()}
 
 
-def _lines(name: str, batch: int, depths: list[int]) -> list[dict[str, Any]]:
-    """Of a row of the table; or that, and why, it is not measured."""
-    try:
-        return [measure(case, depths) for case in cases(name, batch)]
-    except Exception as error:  # (A new row may need arguments that are not made here.)
-        return [{"row": name, "not_measured": f"{type(error).__name__}: {error}"}]
+def measure(case: Case) -> dict[str, Any]:
+    """Bytes per element of every row of an op, however called, and whatever is wanted."""
+    lines = [
+        {
+            "row": name,
+            "called_with": call.variant,
+            "wrt": sorted(call.wrt),
+            "stock_op": call.is_stock,
+            **_per_element(call, case),
+        }
+        for name in ROWS[case.op]
+        for call in calls(name, case.batch)
+    ]
+    return {"calls": lines}
 
 
-def _above(row: dict[str, Any]) -> bool:
+def _is_above(line: dict[str, Any]) -> bool:
     """Whether it keeps more than stock anywhere."""
     return any(
-        row[how]["memsave_jax"] > row[how]["stock"] * (1 + TOLERANCE) + TOLERANCE for how in HOW
+        line[how]["memsave_jax"] > line[how]["stock"] * (1 + TOLERANCE) + TOLERANCE for how in HOW
     )
 
 
-def judge(rows: list[dict[str, Any]]) -> None:
-    """Add to each line which row is to be taken in its place, if it is above stock.
-
-    Rows of one op are there to be chosen from: by what is wanted, and by what a neighbour keeps.
-    """
-    for row in rows:
-        op = TABLE[row["row"]].op
-        same = [
-            other["row"]
-            for other in rows
-            if TABLE[other["row"]].op == op
-            and other["wrt"] == row["wrt"]
-            and not _above(other)
-            and other["called_with"] == row["called_with"]
-        ]
-        row["above_stock"] = _above(row)
-        row["instead"] = same[0] if _above(row) and same else None
+def _instead(line: dict[str, Any], lines: Sequence[dict[str, Any]]) -> str:
+    """Another row of the op, called the same, that is not above stock."""
+    same = (
+        other["row"]
+        for other in lines
+        if all(other[key] == line[key] for key in ("called_with", "wrt")) and not _is_above(other)
+    )
+    return next(same, "")
 
 
-def _remark(row: dict[str, Any]) -> str:
-    if row["above_stock"]:
-        return f"above stock: {row['instead']} is not" if row["instead"] else "ABOVE STOCK"
-    return "stock op" if row["stock_op"] else ""
+def _remark(line: dict[str, Any], lines: Sequence[dict[str, Any]]) -> str:
+    if not _is_above(line):
+        return "stock op" if line["stock_op"] else ""
+    other = _instead(line, lines)
+    return f"above stock: {other} is not" if other else "ABOVE STOCK"
 
 
-def _call(options: dict[str, Any]) -> str:
-    return ", ".join(f"{name}={value}" for name, value in options.items())
+def _called(line: dict[str, Any]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in line["called_with"].items())
 
 
-def main(args: argparse.Namespace) -> int:
-    """Print a row per row of the table, and mask; 1 if one is above stock, without another."""
-    # (XLA compiles on other threads than Python runs on.)
-    with ThreadPoolExecutor(args.jobs) as pool:
-        each = pool.map(lambda name: _lines(name, args.batch, args.depths), args.rows)
-        lines = [line for some in tqdm(each, "rows", len(args.rows), False) for line in some]
-    rows = [line for line in lines if "not_measured" not in line]
-    failed = [line for line in lines if "not_measured" in line]
-    judge(rows)
+def show(records: Sequence[Record[Case]]) -> str:
+    """A line per row of the table, call and wanted gradients."""
     columns = [(how, name) for how in HOW for name in ("stock", "memsave_jax")]
-    print_table(
+    return table(
         ("row", "called with", "gradients", *(f"{how}: {name}" for how, name in columns), ""),
         [
             (
-                row["row"],
-                _call(row["called_with"]),
-                ", ".join(row["wrt"]),
-                *(f"{row[how][name]:.3f}" for how, name in columns),
-                _remark(row),
+                line["row"],
+                _called(line),
+                ", ".join(line["wrt"]),
+                *(f"{line[how][name]:.3f}" for how, name in columns),
+                _remark(line, record.figures["calls"]),
             )
-            for row in rows
+            for record in records
+            for line in record.figures["calls"]
         ],
     )
-    print("(bytes per element of x, of float32; the last pairs of columns by the mix, compiled)")
-    for row in failed:
-        print(f"not measured: {row['row']}: {row['not_measured']}")
-    if args.rows != list(RULES):
-        return _status(rows)
-    few, many = args.depths
-    command = f"python -m experiments run flax_rows --batch {args.batch} --depths {few} {many}"
-    print(f"written to {write_results('flax_rows', command, [*rows, *failed])}")
-    return _status(rows)
 
 
-def _status(rows: list[dict[str, Any]]) -> int:
-    return any(row["above_stock"] and not row["instead"] for row in rows)
+def misses(records: Sequence[Record[Case]]) -> Iterator[str]:
+    """Rows above stock, where no other row of the op is not."""
+    for record in records:
+        lines = record.figures["calls"]
+        for line in lines:
+            if _is_above(line) and not _instead(line, lines):
+                yield f"{line['row']}, gradients of {', '.join(line['wrt'])}: above stock"
+
+
+USUAL = (
+    *("relu", "leaky_relu", "gelu", "silu", "mish", "softmax", "layer_norm", "rms_norm"),
+    *("group_norm", "instance_norm", "swiglu", "geglu", "cross_entropy"),
+)
+EXPERIMENT = Experiment(
+    sizes={
+        "tiny": Config(("relu",), batch=8),
+        "quick": Config(USUAL),
+        "default": Config(),
+    },
+    case=Case,
+    cases=cases,
+    measure=measure,
+    table=show,
+    misses=misses,
+    exact=True,
+    backend="jax",
+)

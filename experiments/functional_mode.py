@@ -1,26 +1,58 @@
-"""What ``memsave.functional_mode`` costs: time of a torch call, and of a step of a ResNet."""
+"""What ``memsave.functional_mode`` costs: time of a torch call, and of a step of a ResNet.
+
+The ResNet calls functions for all that has no parameters. With the mode and without alternate in
+one process, from the same seed; the last column is the largest difference of the loss, and of the
+gradients relative to the largest element.
+"""
 
 from __future__ import annotations
 
-import argparse
-import copy
-import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from tqdm import tqdm
 
+import memsave
 from memsave import functional
-from memsave._functional_mode import functional_mode
 
-from .measure import paired_times, print_table, ratio, write_results
+from .harness import Experiment
+from .measure import compare
+from .render import table
+from .results import Record
 
 CALLS = 1000
+TRAINED, FROZEN = "ResNet, all trainable", "ResNet, input gradient"
+ROUNDING = 1e-5
+
+
+@dataclass(frozen=True)
+class Config:
+    """Images of ``size`` pixels in a batch, and how often each is timed."""
+
+    batch: int = 16
+    size: int = 64
+    repeats: int = 31
+
+
+@dataclass(frozen=True)
+class Case:
+    """A torch call, or a step of a model."""
+
+    what: str
+    batch: int
+    size: int
+    repeats: int
+
+
+def cases(config: Config) -> Iterator[Case]:
+    """Calls, then steps."""
+    for what in (*CALLED, TRAINED, FROZEN):
+        yield Case(what, config.batch, config.size, config.repeats)
 
 
 class Block(nn.Module):
@@ -59,86 +91,116 @@ class ResNet(nn.Module):
         return self.head(F.dropout(F.adaptive_avg_pool2d(x, 1).flatten(1), 0.1, self.training))
 
 
-def options(parser: argparse.ArgumentParser) -> None:
-    """Add the options to the command line."""
-    parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--size", type=int, default=64)
-    parser.add_argument("--repeats", type=int, default=31)
+#: Calls upon a small tensor, and one that wants a gradient, so that most of their time is Python's.
+CALLED: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "torch.add, which it leaves alone": lambda x, wanted: torch.add(x, x),
+    "x.shape": lambda x, wanted: x.shape,
+    "F.relu without a gradient": lambda x, wanted: F.relu(x),
+    "F.relu": lambda x, wanted: F.relu(wanted),
+    "memsave.functional.relu": lambda x, wanted: functional.relu(wanted),
+}
 
 
-def _under(mode: bool, function: Callable[[], Any], calls: int = 1) -> Callable[[], None]:
-    def run() -> None:
-        with functional_mode() if mode else nullcontext():
-            for _ in range(calls):
+def measure(case: Case) -> dict[str, Any]:
+    """Times without the mode ("stock") and with it; of a step, also how far they are apart."""
+    torch.manual_seed(0)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if case.what in CALLED:
+        call = CALLED[case.what]
+        x, wanted = torch.randn(4).to(device), torch.randn(4).to(device).requires_grad_()
+        return _times(lambda: call(x, wanted), case.repeats, CALLS)
+    model = ResNet().to(device).requires_grad_(case.what == TRAINED)
+    x = torch.randn(case.batch, 3, case.size, case.size, device=device)
+    step = Step(model, x.requires_grad_(case.what == FROZEN))
+    (loss, stock), (other, ours) = (_under(mode, step.results)() for mode in (False, True))
+    pairs = zip(stock, ours, strict=True)
+    return {
+        **_times(step, case.repeats, 1),
+        "loss_off": abs(loss - other),
+        "gradient_off": max(((a - b).abs().max() / a.abs().max()).item() for a, b in pairs),
+    }
+
+
+class Step:
+    """A step of the ResNet, always from the same seed."""
+
+    def __init__(self, model: nn.Module, x: Tensor) -> None:
+        self.model, self.x = model, x
+        self.labels = torch.randint(10, x.shape[:1], device=x.device)
+
+    def __call__(self) -> Tensor:
+        """One forward and backward pass; returns the loss."""
+        torch.manual_seed(1)
+        self.model.zero_grad()
+        self.x.grad = None
+        loss = F.cross_entropy(self.model(self.x), self.labels)
+        loss.backward()
+        return loss
+
+    def results(self) -> tuple[float, list[Tensor]]:
+        """The loss, and all gradients."""
+        loss = self().item()
+        leaves = (*self.model.parameters(), self.x)
+        return loss, [leaf.grad for leaf in leaves if leaf.grad is not None]
+
+
+def _times(function: Callable[[], Any], repeats: int, calls: int) -> dict[str, Any]:
+    steps = {"stock": _under(False, function, calls), "mode": _under(True, function, calls)}
+    times = compare(steps, repeats)
+    return {"times": {name: {**of, "seconds": of["seconds"] / calls} for name, of in times.items()}}
+
+
+def _under(mode: bool, function: Callable[[], Any], calls: int = 1) -> Callable[[], Any]:
+    def run() -> Any:
+        with memsave.functional_mode() if mode else nullcontext():
+            for _ in range(calls - 1):
                 function()
+            return function()
 
     return run
 
 
-def _calls() -> dict[str, Callable[[], Any]]:
-    """Small ones, so that most of their time is that of Python."""
-    x, wanted = torch.randn(4), torch.randn(4, requires_grad=True)
-    return {
-        "torch.add, which it leaves alone": lambda: torch.add(x, x),
-        "x.shape": lambda: x.shape,
-        "F.relu without a gradient": lambda: F.relu(x),
-        "F.relu": lambda: F.relu(wanted),
-        "memsave.functional.relu": lambda: functional.relu(wanted),
-    }
-
-
-def _step(model: nn.Module, x: Tensor, labels: Tensor) -> Callable[[], None]:
-    def step() -> None:
-        for parameter in model.parameters():
-            parameter.grad = None
-        F.cross_entropy(model(x), labels).backward()
-
-    return step
-
-
-def main(args: argparse.Namespace) -> int:
-    """Print a row per call, in microseconds, and per scenario of the ResNet, in milliseconds."""
-    torch.manual_seed(0)
-    trained = ResNet()
-    frozen = copy.deepcopy(trained).requires_grad_(False)
-    x, labels = torch.randn(args.batch, 3, args.size, args.size), torch.randint(10, (args.batch,))
-    steps = {
-        "ResNet, all trainable": _step(trained, x, labels),
-        "ResNet, input gradient": _step(frozen, x.clone().requires_grad_(), labels),
-    }
-    cases = [
-        *[(name, call, CALLS, 1e6, "us") for name, call in _calls().items()],
-        *[(name, step, 1, 1e3, "ms") for name, step in steps.items()],
-    ]
-    rows = []
-    for name, function, calls, scale, unit in tqdm(cases, "cases", leave=False):
-        pair = {mode: _under(mode == "mode", function, calls) for mode in ("none", "mode")}
-        times = paired_times(pair, args.repeats, name)
-        none, mode = (statistics.median(times[key]) / calls * scale for key in ("none", "mode"))
-        rows.append(
-            {
-                "case": name,
-                "unit": unit,
-                "none": none,
-                "mode": mode,
-                "ratio": ratio(times["mode"], times["none"]),
-            }
-        )
-    print_table(
-        ("case", "without", "with", "ratio"),
-        [
-            (
-                row["case"],
-                f"{row['none']:.2f} {row['unit']}",
-                f"{row['mode']:.2f} {row['unit']}",
-                f"{row['ratio']:.3f}",
-            )
-            for row in rows
-        ],
+def show(records: Sequence[Record[Case]]) -> str:
+    """A row per call, in microseconds, and per step of the ResNet, in milliseconds."""
+    return table(
+        ("", "without", "with", "ratio", "quartiles", "off by"),
+        map(_cells, records),
     )
-    command = (
-        f"python -m experiments run functional_mode --batch {args.batch} --size {args.size} "
-        f"--repeats {args.repeats}"
+
+
+def _cells(record: Record[Case]) -> tuple[str, ...]:
+    times, is_call = record.figures["times"], record.case.what in CALLED
+    scale, unit = (1e6, "us") if is_call else (1e3, "ms")
+    low, high = times["mode"]["quartiles"]
+    return (
+        record.case.what,
+        *(f"{of['seconds'] * scale:.2f} {unit}" for of in times.values()),
+        f"{times['mode']['ratio']:.3f}",
+        f"{low:.3f} to {high:.3f}",
+        "" if is_call else f"{_off(record):.0e}",
     )
-    print(f"written to {write_results('functional_mode', command, rows)}")
-    return 0
+
+
+def _off(record: Record[Case]) -> float:
+    return max(record.figures.get(name, 0.0) for name in ("loss_off", "gradient_off"))
+
+
+def misses(records: Sequence[Record[Case]]) -> Iterator[str]:
+    """Losses or gradients that are not those without the mode."""
+    for record in records:
+        if _off(record) > ROUNDING:
+            yield f"{record.case.what}: loss or gradients are off by {_off(record):g}"
+
+
+EXPERIMENT = Experiment(
+    sizes={
+        "tiny": Config(batch=2, size=32, repeats=3),
+        "quick": Config(repeats=9),
+        "default": Config(),
+    },
+    case=Case,
+    cases=cases,
+    measure=measure,
+    table=show,
+    misses=misses,
+)

@@ -1,25 +1,16 @@
-"""Measuring: allocator peaks and paired times of one step, and the settings they were taken in."""
+"""Measuring on real tensors: the allocator's peak of a step, and paired times."""
 
 from __future__ import annotations
 
 import gc
-import json
-import multiprocessing
-import platform
 import statistics
 import time
-from collections.abc import Callable, Iterable
-from concurrent.futures import ProcessPoolExecutor
-from importlib.metadata import version
-from pathlib import Path
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 from tqdm import tqdm
-
-T = TypeVar("T")
-RESULTS = Path(__file__).parent / "results"
 
 
 def peak_bytes(step: Callable[[], Any], device: torch.device | None = None) -> int:
@@ -64,45 +55,19 @@ def paired_times(
     return times
 
 
-def ratio(times: Iterable[float], to: Iterable[float]) -> float:
-    """Median of the paired ratios."""
-    return statistics.median(a / b for a, b in zip(times, to, strict=True))
+def compare(
+    steps: dict[str, Callable[[], Any]], repeats: int, to: str = "stock"
+) -> dict[str, dict[str, Any]]:
+    """Time steps in turn: of each the median seconds, and ratios to one of them in pairs.
 
-
-def in_fresh_process(function: Callable[..., T], *args: Any) -> T:
-    """Call a function of a module in a new process, so that no number inherits another's state."""
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=context) as pool:
-        return pool.submit(function, *args).result()
-
-
-def settings() -> dict[str, Any]:
-    """Versions and device that a result was taken with."""
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
-    versions = {name: version(name) for name in ("torch", "jax", "flax")}
-    return {
-        "python": platform.python_version(),
-        **versions,
-        "device": device,
-        "threads": torch.get_num_threads(),
-    }
-
-
-def write_results(name: str, command: str, rows: list[dict[str, Any]]) -> Path:
-    """Write one JSON line per row, after a line with the settings and the command."""
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}.jsonl"
-    lines = [{"command": command, **settings()}, *rows]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return path
-
-
-def print_table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> None:
-    """Print a Markdown table."""
-    lines = [header, *rows]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for k, line in enumerate(lines):
-        cells = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
-        print("| " + " | ".join(cells) + " |")
-        if k == 0:
-            print("|" + "|".join("-" * (width + 2) for width in widths) + "|")
+    Returns:
+        ``{name: {"seconds": median, "ratio": median, "quartiles": [low, high]}}``
+    """
+    times = paired_times(steps, repeats)
+    figures = {}
+    for name, own in times.items():
+        ratios = [a / b for a, b in zip(own, times[to], strict=True)]
+        low, middle, high = statistics.quantiles(ratios, n=4) if repeats > 1 else ratios * 3
+        seconds = statistics.median(own)
+        figures[name] = {"seconds": seconds, "ratio": middle, "quartiles": [low, high]}
+    return figures

@@ -1,103 +1,236 @@
-"""The paper's models and scenarios: which gradients of a ResNet are wanted."""
+"""The paper's table: bytes kept and peak memory of a step, per model and scenario, at its sizes.
+
+Exact counts on fake tensors of the whole architectures: needs neither the memory nor a GPU. The
+limit is what the table of ``memsave.spec`` says that the layers' gradients read, with what is kept
+by layers outside of it. The paper measured the peak of the forward pass on a GPU, with parameters
+and data; the last columns are this, counted, and as published. They differ
+
+- by what cuDNN and the allocator's rounding take (ResNets: 0.1 GiB of stock);
+- in transformers by attention, which is ``scaled_dot_product_attention`` here and kept every
+  score there, and by the float32 copy of the logits that transformers made then;
+- in "Input (BN eval)" by ReLU and max pooling, of which the paper's code keeps a byte and
+  the indices of eight bytes, and in "All" by its masks beside the outputs.
+"""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.conv import _ConvNd
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-Trainable = Callable[[nn.Module, str], bool]
+import memsave
+
+from . import paper
+from .counting import count
+from .harness import Experiment
+from .render import gib, table
+from .results import Record
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+#: Largest ratios to stock: of bytes kept, of the peak of the whole step.
+TARGETS = {
+    ("ResNet-101", "All"): (0.975, 1.0),
+    ("ResNet-101", "Input"): (0.531, 1.0),
+    ("ResNet-101", "Input (BN eval)"): (0.0165, 0.12),
+    ("ResNet-101", "Norm"): (0.531, 1.0),
+    ("ResNet-101", "Surgical"): (0.745, 1.0),
+    ("ResNet-101", "SurgicalLast"): (0.60, 1.0),
+    ("Mistral-7B", "Norm"): (0.65, 1.0),
+    ("Mistral-7B", "Input"): (0.70, 1.0),
+}
 
 
-class Scenario(NamedTuple):
-    """What is differentiable. ``trainable(model)`` makes the choice of parameters.
+@dataclass(frozen=True)
+class Config:
+    """Which models in which scenarios.
 
-    ``target`` is the ratio of kept bytes, converted to stock, that ResNet-101 must reach.
+    ``batch`` 0 is the paper's; ``layers`` are those of a transformer, 0 as published. ``dropout``:
+    models with dropout that the paper has in eval mode also in train mode.
     """
 
-    name: str
-    trainable: Callable[[nn.Module], Trainable]
-    input: bool
-    batch_norm_eval: bool = False
-    target: float = 1.0
+    models: tuple[str, ...] = tuple(paper.MODELS)
+    scenarios: tuple[str, ...] = tuple(paper.SCENARIOS)
+    batch: int = 0
+    layers: int = 0
+    dropout: bool = True
 
 
-def _all(model: nn.Module) -> Trainable:
-    return lambda module, name: True
+@dataclass(frozen=True)
+class Case:
+    """A model in a scenario."""
+
+    model: str
+    scenario: str
+    batch: int
+    layers: int
+    train: bool
 
 
-def _none(model: nn.Module) -> Trainable:
-    return lambda module, name: False
+def cases(config: Config) -> Iterator[Case]:
+    """By model; without the scenarios that make no sense there."""
+    for name in config.models:
+        model = paper.MODELS[name]
+        with FakeTensorMode():
+            step = model.step(config.layers or None)
+        modes = [True, False] if config.dropout and _drops(step) else [model.train]
+        for train, scenario in product(modes, config.scenarios):
+            if paper.apply(scenario, step):
+                yield Case(name, scenario, config.batch or model.batch, config.layers, train)
 
 
-def _conv(model: nn.Module) -> Trainable:
-    return lambda module, name: isinstance(module, _ConvNd)
+def _drops(step: nn.Module) -> bool:
+    return any(isinstance(m, nn.Dropout) and m.p > 0 for m in step.modules()) and not step.training
 
 
-def _norm(model: nn.Module) -> Trainable:
-    return lambda module, name: isinstance(module, _BatchNorm)
+def measure(case: Case) -> dict[str, Any]:
+    """Bytes kept by stock, converted, and at the limit; and counts of a step of both."""
+    model = paper.MODELS[case.model]
+    make, data = partial(model.step, case.layers or None), partial(model.data, case.batch)
+
+    def prepare(convert: bool, step: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        step.train(case.train)
+        paper.apply(case.scenario, step)
+        inputs[0].requires_grad_(paper.SCENARIOS[case.scenario].input)
+        if convert:
+            memsave.convert(step, inputs)
+
+    with paper.without_values():
+        with torch.device("meta"):
+            step, inputs = make(), data()
+        prepare(False, step, inputs)
+        report = memsave.report(step, *inputs)
+        stock, ours = (count(make, data, partial(prepare, convert)) for convert in (False, True))
+    return {
+        "kept_bytes": {
+            "stock": report.stock,
+            "memsave": report.converted,
+            "limit": report.table + sum(report.rest.values()),
+        },
+        "parameter_bytes": stock.parameters,
+        "data_bytes": stock.data,
+        "forward_bytes": {"stock": stock.forward, "memsave": ours.forward},
+        "peak_bytes": {"stock": stock.peak, "memsave": ours.peak},
+        "rest": report.rest,
+    }
 
 
-def _quarter(model: nn.Module, last: bool) -> Trainable:
-    """The first (or last) ``n // 4 + 1`` of the ``n`` leaf modules with parameters."""
-    leaves = [
-        module
-        for module in model.modules()
-        if not any(module.children()) and any(True for _ in module.parameters())
-    ]
-    size = len(leaves) // 4 + 1
-    chosen = set(leaves[-size:] if last else leaves[:size])
-    return lambda module, name: module in chosen
+def _ratios(record: Record[Case]) -> tuple[float, float]:
+    """Of bytes kept, and of the peak of a step."""
+    sizes = (record.figures[what] for what in ("kept_bytes", "peak_bytes"))
+    kept, peak = (size["memsave"] / size["stock"] if size["stock"] else 1.0 for size in sizes)
+    return kept, peak
 
 
-SCENARIOS = (
-    Scenario("All", _all, input=False, target=0.976),
-    Scenario("Input", _none, input=True, target=0.531),
-    Scenario("Input (BN eval)", _none, input=True, batch_norm_eval=True, target=0.0165),
-    Scenario("Conv", _conv, input=False, target=0.976),
-    Scenario("Norm", _norm, input=False, target=0.531),
-    Scenario("Surgical", lambda model: _quarter(model, last=False), input=False, target=0.745),
-    Scenario("SurgicalLast", lambda model: _quarter(model, last=True), input=True, target=0.60),
+def show(records: Sequence[Record[Case]]) -> str:
+    """A row per model and scenario."""
+    return table(
+        (
+            *("model (batch)", "gradients wanted", "kept GiB: stock", "memsave", "limit", "ratio"),
+            *("peak of the step GiB: stock", "memsave", "ratio"),
+            *("forward peak and all: stock", "memsave", "published stock", "published paper"),
+        ),
+        map(_line, records),
+    )
+
+
+def _line(record: Record[Case]) -> Iterator[str]:
+    case, figures = record.case, record.figures
+    yield f"{case.model} ({case.batch}{', train' if not _is_in_papers_mode(case) else ''})"
+    yield case.scenario
+    kept, peak = _ratios(record)
+    yield from (gib(size) for size in figures["kept_bytes"].values())
+    yield f"{kept:.4f}"
+    yield from (gib(size) for size in figures["peak_bytes"].values())
+    yield f"{peak:.4f}"
+    around = figures["parameter_bytes"] + figures["data_bytes"]
+    yield from (gib(around + size, 2) for size in figures["forward_bytes"].values())
+    published = paper.PUBLISHED.get((case.model, case.scenario))
+    shown = published[:2] if published and _is_as_published(case) else ()
+    yield from (f"{size:.2f}" for size in shown)
+    yield from [""] * (2 - len(shown))
+
+
+def _is_as_published(case: Case) -> bool:
+    full = case.batch == paper.MODELS[case.model].batch and not case.layers
+    return full and _is_in_papers_mode(case)
+
+
+def _is_in_papers_mode(case: Case) -> bool:
+    return case.train == paper.MODELS[case.model].train
+
+
+def misses(records: Sequence[Record[Case]]) -> Iterator[str]:
+    """What is above its target, above stock, or not at the limit of the table."""
+    for record in records:
+        what = f"{record.case.model}, {record.case.scenario}"
+        place = (record.case.model, record.case.scenario)
+        targets = TARGETS.get(place, (1.0, 1.0)) if _is_as_published(record.case) else (1.0, 1.0)
+        for name, ratio, target in zip(("kept", "peak"), _ratios(record), targets, strict=True):
+            if ratio > target:
+                yield f"{what}: {name} {ratio:.4f} of stock, target {target}"
+        kept = record.figures["kept_bytes"]
+        if kept["memsave"] != kept["limit"]:
+            yield f"{what}: keeps {kept['memsave']} bytes, the table says {kept['limit']}"
+
+
+def plot(records: Sequence[Record[Case]]) -> Figure:
+    """Ratios to stock: a panel per scenario, a pair of bars per model."""
+    import matplotlib.pyplot as plt
+
+    records = [record for record in records if _is_in_papers_mode(record.case)]
+    models = list(dict.fromkeys(record.case.model for record in records))
+    scenarios = list(dict.fromkeys(record.case.scenario for record in records))
+    figure, axes = plt.subplots(
+        1,
+        len(scenarios),
+        figsize=(2 + 2 * len(scenarios), 1 + 0.4 * len(models)),
+        sharey=True,
+        squeeze=False,
+        layout="constrained",
+    )
+    for axis, scenario in zip(axes[0], scenarios, strict=True):
+        for record in records:
+            if record.case.scenario == scenario:
+                kept, peak = _ratios(record)
+                place = models.index(record.case.model)
+                axis.barh(place - 0.2, kept, 0.38, color="tab:green", label="kept")
+                axis.barh(place + 0.2, peak, 0.38, color="tab:blue", label="peak of the step")
+        axis.axvline(1, color="tab:gray", linewidth=0.8)
+        axis.set(title=scenario, yticks=range(len(models)), yticklabels=models, xlim=(0, 1.1))
+    axes[0, 0].invert_yaxis()
+    figure.legend(*_legend(axes[0, 0]), loc="outside lower center", ncols=2)
+    figure.suptitle("memory, ratio to stock PyTorch")
+    return figure
+
+
+def _legend(axis: Any) -> tuple[list[Any], list[str]]:
+    handles, labels = axis.get_legend_handles_labels()
+    first = dict(zip(labels, handles, strict=True))
+    return [*first.values()], [*first]
+
+
+SMALL = ("ResNet-18", "ResNet-101", "MobileNetV3", "ViT", "T5-base", "Mistral-7B")
+EXPERIMENT = Experiment(
+    sizes={
+        "tiny": Config(
+            ("ResNet-18", "Mistral-7B"), ("Input", "Norm"), batch=2, layers=1, dropout=False
+        ),
+        "quick": Config(SMALL, layers=2, dropout=False),
+        "default": Config(),
+    },
+    case=Case,
+    cases=cases,
+    measure=measure,
+    table=show,
+    misses=misses,
+    plot=plot,
+    exact=True,
 )
-
-DEPTHS = {50: [3, 4, 6, 3], 101: [3, 4, 23, 3]}
-
-
-def resnet(depth: int, device: str = "cpu") -> nn.Module:
-    """ResNet-50 or ResNet-101 of transformers with random weights, 1000 classes, in train mode.
-
-    Its input is ``(n, 3, 224, 224)``; it returns an object with ``logits`` ``(n, 1000)``.
-    """
-    from transformers import ResNetConfig, ResNetForImageClassification
-
-    with torch.device(device), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        config = ResNetConfig(depths=DEPTHS[depth], num_labels=1000)  # type: ignore[call-arg]
-        return ResNetForImageClassification(config).train()
-
-
-def apply(scenario: Scenario, model: nn.Module) -> None:
-    """Set ``requires_grad`` and the mode of a model to those of a scenario."""
-    modules = dict(model.named_modules())
-    trainable = scenario.trainable(model)
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(trainable(modules[name.rpartition(".")[0]], name))
-    model.train()
-    if scenario.batch_norm_eval:
-        for module in model.modules():
-            if isinstance(module, _BatchNorm):
-                module.eval()
-
-
-def step(model: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
-    """One forward and backward pass; returns the loss. ``x.grad`` and ``p.grad`` start anew."""
-    model.zero_grad()
-    x.grad = None
-    loss = nn.functional.cross_entropy(model(x).logits, labels)
-    loss.backward()
-    return loss

@@ -5,21 +5,21 @@ Models of timm, transformers and torchvision, small or of full size: never above
 
 from __future__ import annotations
 
-import argparse
-import json
+import inspect
 import logging
 import warnings
-from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 import memsave
 
-from .measure import RESULTS, print_table, write_results
+from .harness import Experiment
+from .render import table
+from .results import Record
 
 Inputs = dict[str, Any]
 
@@ -99,7 +99,7 @@ TINY = {
 }
 
 
-class Case(NamedTuple):
+class Scenario(NamedTuple):
     """What is trainable (by the names of parameters), whether x is, and the mode."""
 
     name: str
@@ -112,12 +112,12 @@ def _norm(name: str, place: int, count: int) -> bool:
     return any(part in name.lower() for part in ("norm", "bn", ".ln", "ln_"))
 
 
-CASES = (
-    Case("All, train", lambda name, place, count: True, input=False, train=True),
-    Case("All, eval", lambda name, place, count: True, input=False, train=False),
-    Case("Norm, train", _norm, input=False, train=True),
-    Case("Last half, train", lambda name, place, n: place >= n // 2, input=False, train=True),
-    Case("Input, eval", lambda name, place, count: False, input=True, train=False),
+SCENARIOS = (
+    Scenario("All, train", lambda name, place, count: True, input=False, train=True),
+    Scenario("All, eval", lambda name, place, count: True, input=False, train=False),
+    Scenario("Norm, train", _norm, input=False, train=True),
+    Scenario("Last half, train", lambda name, place, n: place >= n // 2, input=False, train=True),
+    Scenario("Input, eval", lambda name, place, count: False, input=True, train=False),
 )
 
 
@@ -164,35 +164,52 @@ def _transformers(name: str) -> tuple[nn.Module, Inputs]:
     return model, {name: images(width)[:, 0, :24] for name in names}
 
 
-def apply(case: Case, model: nn.Module, inputs: Inputs) -> Inputs:
+def apply(scenario: Scenario, model: nn.Module, inputs: Inputs) -> Inputs:
     """Set ``requires_grad`` and the mode; returns the inputs, wanting a gradient if they do."""
     names = [name for name, _ in model.named_parameters()]
     for place, (name, parameter) in enumerate(model.named_parameters()):
-        parameter.requires_grad_(case.trainable(name, place, len(names)))
-    model.train(case.train)
+        parameter.requires_grad_(scenario.trainable(name, place, len(names)))
+    model.train(scenario.train)
     return {
-        name: x.detach().requires_grad_(case.input and x.is_floating_point())
+        name: x.detach().requires_grad_(scenario.input and x.is_floating_point())
         for name, x in inputs.items()
     }
 
 
-def fits(case: Case, model: nn.Module, inputs: Inputs) -> bool:
+def fits(scenario: Scenario, model: nn.Module, inputs: Inputs) -> bool:
     """Whether anything wants a gradient."""
-    inputs = apply(case, model, inputs)
+    inputs = apply(scenario, model, inputs)
     return any(t.requires_grad for t in (*model.parameters(), *inputs.values()))
 
 
-# The command.
+# The experiment.
 
 
-def options(parser: argparse.ArgumentParser) -> None:
-    """Add the options to the command line."""
-    parser.add_argument(
-        "--all", action="store_true", help="every model of timm, of full size (an hour or two)"
-    )
-    parser.add_argument("--only", default="", help="names that contain this")
-    parser.add_argument("--resume", action="store_true", help="go on where a run was stopped")
-    parser.add_argument("--workers", type=int, default=2)
+@dataclass(frozen=True)
+class Config:
+    """Which models: small ones of three libraries, or every model of timm at full size.
+
+    ``every``: Only each n-th of them.
+    """
+
+    full: bool = False
+    every: int = 1
+
+
+@dataclass(frozen=True)
+class Case:
+    """An architecture, in every scenario (at full size: every second)."""
+
+    model: str
+    full: bool
+
+
+def cases(config: Config) -> Iterator[Case]:
+    """By name."""
+    import timm
+
+    for name in [*(timm.list_models() if config.full else small())][:: config.every]:
+        yield Case(name, config.full)
 
 
 def full_size(name: str) -> tuple[nn.Module, Inputs]:
@@ -205,79 +222,77 @@ def full_size(name: str) -> tuple[nn.Module, Inputs]:
         return model, {"x": torch.empty(2, *size)}
 
 
-def measure(name: str, full: bool) -> list[dict[str, Any]]:
-    """Kept bytes of one architecture in every case."""
-    warnings.simplefilter("ignore")
-    logging.disable()
-    rows = []
-    try:
-        model, inputs = full_size(name) if full else small()[name]()
-        for case in CASES[::2] if full else CASES:
-            if not fits(case, model, inputs):
-                continue
-            report = memsave.report(model, **named(model, apply(case, model, inputs)))
-            rows.append(
-                {
-                    "model": name,
-                    "case": case.name,
-                    "stock_bytes": report.stock,
-                    "converted_bytes": report.converted,
-                    "ratio": report.converted / report.stock if report.stock else 1.0,
-                }
-            )
-    except Exception as error:  # the model's own; it is listed
-        rows.append({"model": name, "error": f"{type(error).__name__}: {error}".split("\n")[0]})
-    return rows
-
-
 def named(model: nn.Module, inputs: Inputs) -> Inputs:
     """The image by the name that the model's forward has for it."""
     if "x" not in inputs:
         return inputs
-    import inspect
-
     return {next(iter(inspect.signature(model.forward).parameters)): inputs["x"]}
 
 
-COMMAND = "python -m experiments run zoo"
+def measure(case: Case) -> dict[str, Any]:
+    """Kept bytes by scenario, or the model's own error."""
+    warnings.simplefilter("ignore")
+    logging.disable()
+    figures = {}
+    try:
+        model, inputs = full_size(case.model) if case.full else small()[case.model]()
+        for scenario in SCENARIOS[::2] if case.full else SCENARIOS:
+            if fits(scenario, model, inputs):
+                report = memsave.report(model, **named(model, apply(scenario, model, inputs)))
+                figures[scenario.name] = [report.stock, report.converted]
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}".split("\n")[0]}
+    return figures
 
 
-def _already(file: str) -> list[dict[str, Any]]:
-    """The results of a run that was stopped, but for the models that failed."""
-    path = RESULTS / f"{file}.jsonl"
-    lines = path.read_text().splitlines()[1:] if path.exists() else []
-    return [row for row in map(json.loads, lines) if "error" not in row]
+def _ratios(record: Record[Case]) -> dict[str, float]:
+    bytes_kept = {} if "error" in record.figures else record.figures
+    return {name: ours / stock if stock else 1.0 for name, (stock, ours) in bytes_kept.items()}
 
 
-def main(args: argparse.Namespace) -> int:
-    """Print ratios by architecture and case; 1 if one is above stock."""
-    import timm
+def show(records: Sequence[Record[Case]]) -> str:
+    """Ratios of bytes by model and scenario; of many models, how they are distributed."""
+    ratios = {r.case.model: _ratios(r) for r in records if "error" not in r.figures}
+    names = [scenario.name for scenario in SCENARIOS]
+    lines = [(model, *(_number(of.get(name)) for name in names)) for model, of in ratios.items()]
+    text = [table(("bytes kept, ratio to stock", *names), lines if len(lines) < 200 else [])]
+    for name in names:
+        of = sorted(ratio[name] for ratio in ratios.values() if name in ratio)
+        if of:
+            text.append(
+                f"{name}: {len(of)} models, lowest {of[0]:.4f}, median {of[len(of) // 2]:.4f}, "
+                f"highest {of[-1]:.4f}; at stock {sum(ratio == 1 for ratio in of)}, "
+                f"above stock {sum(ratio > 1 for ratio in of)}.\n"
+            )
+    for record in records:
+        if "error" in record.figures:
+            text.append(f"Not measured: {record.case.model}: {record.figures['error']}\n")
+    return "\n".join(text)
 
-    names = [name for name in (timm.list_models() if args.all else small()) if args.only in name]
-    file, command = ("zoo_all", f"{COMMAND} --all") if args.all else ("zoo", COMMAND)
-    rows = _already(file) if args.resume else []
-    done = {row["model"] for row in rows}
-    names = [name for name in names if name not in done]
-    with ProcessPoolExecutor(args.workers) as pool:
-        found = pool.map(measure, names, [args.all] * len(names))
-        for some in tqdm(found, "zoo", total=len(names)):
-            rows += some
-            write_results(file, command, rows)
-    ratios: dict[str, dict[str, float]] = {}
-    for row in rows:
-        if "ratio" in row:
-            ratios.setdefault(row["model"], {})[row["case"]] = row["ratio"]
-    print_table(
-        ("model", *(case.name for case in CASES)),
-        [
-            (name, *(f"{cases[case.name]:.4f}" if case.name in cases else "" for case in CASES))
-            for name, cases in ratios.items()
-        ],
-    )
-    failed = [row for row in rows if "error" in row]
-    for row in failed:
-        print(f"not measured: {row['model']}: {row['error']}")
-    above = [row for row in rows if row.get("ratio", 0) > 1]
-    print(f"{len(ratios)} models measured, {len(failed)} not; above stock: {len(above)} cases")
-    print(f"written to {write_results(file, command, rows)}")
-    return bool(above)
+
+def _number(ratio: float | None) -> str:
+    return "" if ratio is None else f"{ratio:.4f}"
+
+
+def misses(records: Sequence[Record[Case]]) -> Iterator[str]:
+    """All that is above stock."""
+    for record in records:
+        for name, ratio in _ratios(record).items():
+            if ratio > 1:
+                yield f"{record.case.model}, {name}: {ratio:.4f} of stock"
+
+
+EXPERIMENT = Experiment(
+    sizes={
+        "tiny": Config(every=24),
+        "quick": Config(every=6),
+        "default": Config(),
+        "paper": Config(full=True),
+    },
+    case=Case,
+    cases=cases,
+    measure=measure,
+    table=show,
+    misses=misses,
+    exact=True,
+)

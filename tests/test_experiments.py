@@ -1,15 +1,16 @@
-"""The experiments measure right, their counts meet the targets, and their errors are clear."""
+"""The experiments measure right, and at the paper's scale the counts meet their targets."""
 
-import argparse
-import subprocess
-import sys
+import dataclasses
+import json
 
 import pytest
 import torch
+from torch import nn
 
 import memsave
-from experiments import __main__ as command_line, flax_scenarios, input_gradient, measure
-from experiments.scenarios import SCENARIOS, apply, resnet
+from experiments import __main__ as command_line, counting, measure, paper, scenarios
+from experiments.harness import SIZES
+from experiments.results import Record
 
 
 @pytest.mark.filterwarnings("ignore:.*profiler")
@@ -26,10 +27,6 @@ def test_peak_counts_what_lives_at_once():
     assert measure.peak_bytes(step) == 5000
 
 
-def test_ratio_is_the_median_of_pairs():
-    assert measure.ratio([2.0, 9.0, 4.0], to=[1.0, 1.0, 4.0]) == 2.0
-
-
 def test_times_come_in_turn():
     order: list[str] = []
     steps = {name: lambda name=name: order.append(name) for name in "ab"}
@@ -38,72 +35,114 @@ def test_times_come_in_turn():
     assert [len(t) for t in times.values()] == [2, 2]
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
+def test_times_are_compared_in_pairs(monkeypatch):
+    taken = {"stock": [1.0, 2.0, 4.0], "memsave": [3.0, 2.0, 2.0]}
+    monkeypatch.setattr(measure, "paired_times", lambda steps, repeats: taken)
+    figures = measure.compare({}, 3)
+    assert figures["memsave"]["ratio"] == 1.0
+    assert figures["memsave"]["seconds"] == 2.0
+    assert figures["memsave"]["quartiles"] == [0.5, 3.0]
+    assert figures["stock"]["ratio"] == 1.0
+
+
+class Network(nn.Module):
+    """Of layers whose kernels allocate nothing but what they return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            *(nn.ReLU(), nn.MaxPool2d(2), nn.Dropout(0.3), nn.Flatten(), nn.Linear(192, 64)),
+            *(nn.GELU(), nn.Linear(64, 10)),
+        )
+        self.loss = nn.CrossEntropyLoss()
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return self.loss(self.body(x * 2), labels)
+
+
+@pytest.mark.filterwarnings("ignore:.*profiler")
+@pytest.mark.parametrize("convert", [False, True])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_counted_peak_is_that_of_the_allocator(convert, frozen):
+    def data() -> tuple[torch.Tensor, ...]:
+        return torch.randn(64, 3, 16, 16), torch.randint(10, (64,))
+
+    def prepare(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        model.requires_grad_(not frozen)
+        inputs[0].requires_grad_(frozen)
+        if convert:
+            memsave.convert(model, inputs)
+
+    counts = counting.count(Network, data, prepare)
+    model, inputs = Network(), data()
+    prepare(model, inputs)
+    peak = measure.peak_bytes(lambda: model(*inputs).backward())
+    assert peak == pytest.approx(counts.peak, abs=1000)  # numbers and such, in and out
+    assert counts.data == 64 * 3 * 16 * 16 * 4 + 64 * 8
+    assert counts.parameters == 4 * (192 * 64 + 64 + 64 * 10 + 10)
+    assert counts.forward <= counts.peak
+
+
+@pytest.mark.parametrize("scenario", ["All", "Input (BN eval)"])
 def test_resnet101_at_paper_scale(scenario):
-    """Kept bytes relative to stock, by measurement and by the table."""
-    model = resnet(101, device="meta")
-    apply(scenario, model)
-    x = torch.empty(64, 3, 224, 224, device="meta", requires_grad=scenario.input)
-    report = memsave.report(model, x)
-    assert report.stock / 2**30 == pytest.approx(7.525, abs=1e-3)
-    assert report.converted / report.stock <= scenario.target
-    assert report.table + sum(report.rest.values()) == report.converted
+    """Kept bytes relative to stock, by measurement and by the table; and the peak of the step."""
+    case = scenarios.Case("ResNet-101", scenario, 64, 0, True)
+    figures = scenarios.measure(case)
+    assert figures["kept_bytes"]["stock"] / 2**30 == pytest.approx(7.525, abs=2e-3)
+    assert list(scenarios.misses([Record(case, figures, {})])) == []
 
 
-@pytest.mark.parametrize("scenario", flax_scenarios.SCENARIOS, ids=lambda scenario: scenario.name)
-def test_resnet_in_flax_keeps_less_than_stock(scenario):
-    """Eagerly, in every scenario; and nothing that grows with the batch where the table says so."""
-    kept = {}
-    for batch in (2, 4):
-        args = argparse.Namespace(batch=batch, size=32, depth=20)
-        steps = flax_scenarios.prepare(args, scenario)
-        kept[batch] = {name: steps[name].kept() for name in ("stock", "memsave_jax")}
-    assert kept[4]["memsave_jax"] < kept[4]["stock"]
-    grows = {name: kept[4][name] - kept[2][name] for name in kept[2]}
-    if scenario.batch_norm_eval:  # bits of 19 activations, and the classifier's
-        assert grows["memsave_jax"] < grows["stock"] / 20
+def test_what_misses_its_target_is_told():
+    case = scenarios.Case("ResNet-101", "Input (BN eval)", 64, 0, True)
+    kept = {"stock": 1000, "memsave": 17, "limit": 16}
+    figures = {"kept_bytes": kept, "peak_bytes": {"stock": 1000, "memsave": 121}}
+    assert len(list(scenarios.misses([Record(case, figures, {})]))) == 3
 
 
 def test_surgical_is_the_first_quarter_of_the_layers():
-    model = resnet(101, device="meta")
-    apply(next(s for s in SCENARIOS if s.name == "Surgical"), model)
-    owners = {name.rpartition(".")[0] for name, p in model.named_parameters() if p.requires_grad}
-    assert len(owners) == 53
-    every = {name.rpartition(".")[0] for name, _ in model.named_parameters()}
-    assert len(every) == 209
+    with torch.device("meta"):
+        model = paper.MODELS["ResNet-101"].step()
+    layers = paper.layers(model)
+    assert len(layers) == 209
+    paper.apply("Surgical", model)
+    owners = [layer for layer in layers if layer.weight.requires_grad]
+    assert owners == layers[:53]
+    assert owners[-1] is model.model.layer3[0].conv3
+    paper.apply("SurgicalLast", model)
+    assert [layer for layer in layers if layer.weight.requires_grad] == layers[-53:]
 
 
-def test_photographs_are_real_and_differ():
-    x = input_gradient.photographs(2)
-    assert x.shape == (4, 3, 224, 224)
-    assert not any(torch.equal(x[0], other) for other in x[1:])
-    assert x.std() > 0.1
+def test_embeddings_are_frozen_and_an_untied_head_is_not():
+    def trained(name: str, scenario: str) -> set[str]:
+        with torch.device("meta"):
+            model = paper.MODELS[name].step(1)
+        paper.apply(scenario, model)
+        return {name for name, p in model.model.named_parameters() if p.requires_grad}
+
+    assert trained("Mistral-7B", "Input") == {"lm_head.weight"}
+    assert "lm_head.weight" not in trained("Mistral-7B", "Surgical")
+    assert not any("embed" in name or "lm_head" in name for name in trained("T5-base", "All"))
+    assert trained("GPT-2", "Norm") == {
+        f"transformer.{name}.{kind}"
+        for name in ("h.0.ln_1", "h.0.ln_2", "ln_f")
+        for kind in ("weight", "bias")
+    }
 
 
 def test_list_names_every_experiment(capsys):
     assert command_line.main(["list"]) == 0
     printed = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in printed] == list(command_line.EXPERIMENTS)
+    assert all(len(line.split()) > 3 for line in printed)
 
 
-def test_unknown_experiment_is_an_error_that_names_the_known():
-    run = subprocess.run(
-        [sys.executable, "-m", "experiments", "run", "nonsense"], capture_output=True, text=True
-    )
-    assert run.returncode == 2
-    assert "input_gradient" in run.stderr
-
-
-def test_missing_package_is_named(monkeypatch, capsys):
-    monkeypatch.setattr(command_line, "NEEDS", ("torch", "no_such_package"))
-    assert command_line.main(["list"]) == 2
-    assert "no_such_package" in capsys.readouterr().err
-
-
-def test_every_experiment_declares_options():
-    for name in command_line.EXPERIMENTS:
-        module = __import__(f"experiments.{name}", fromlist=["options"])
-        parser = argparse.ArgumentParser()
-        module.options(parser)
-        assert module.__doc__
-        parser.parse_args([])
+@pytest.mark.parametrize("name", command_line.EXPERIMENTS)
+def test_cases_are_told_apart_by_what_the_results_hold(name):
+    experiment = command_line.load(name)
+    assert experiment.name == name
+    assert {"tiny", "default"} <= experiment.sizes.keys() <= {*SIZES}
+    cases = list(experiment.cases(experiment.config("tiny")))
+    assert cases
+    assert len(set(cases)) == len(cases)
+    for case in cases:
+        assert experiment.case(**json.loads(json.dumps(dataclasses.asdict(case)))) == case

@@ -14,7 +14,7 @@ from torch import nn
 
 import memsave
 from experiments.flax_resnet import ResNet
-from experiments.scenarios import resnet
+from experiments.resnet import resnet
 from memsave_jax import interop, nnx as mnnx
 
 PAIRS: dict[str, tuple[Any, Any]] = {

@@ -25,8 +25,8 @@ EVERY_CASE = ("timm test_resnet", "timm test_vit", "timm test_byobnet", "transfo
 RUNS = [
     (name, case)
     for place, name in enumerate(SMALL)
-    for k, case in enumerate(zoo.CASES)
-    if name in EVERY_CASE or k == place % len(zoo.CASES)
+    for k, case in enumerate(zoo.SCENARIOS)
+    if name in EVERY_CASE or k == place % len(zoo.SCENARIOS)
 ]
 
 
@@ -53,10 +53,10 @@ def test_there_are_many() -> None:
 
 
 @pytest.mark.parametrize(("name", "case"), RUNS, ids=[f"{name}-{case.name}" for name, case in RUNS])
-def test_model(name: str, case: zoo.Case) -> None:
+def test_model(name: str, case: zoo.Scenario) -> None:
     torch.manual_seed(0)
     model, inputs = SMALL[name]()
-    case = case if zoo.fits(case, model, inputs) else zoo.CASES[0]
+    case = case if zoo.fits(case, model, inputs) else zoo.SCENARIOS[0]
     inputs = zoo.apply(case, model, zoo.named(model, inputs))
     buffers = [buffer.clone() for buffer in model.buffers()]
     classes = [type(module) for module in model.modules()]

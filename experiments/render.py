@@ -1,0 +1,94 @@
+"""What results look like: Markdown tables, plots, and the page that shows all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from . import results
+from .harness import Experiment
+from .results import Record
+
+PAGE = "README.md"
+
+
+def table(header: Sequence[str], rows: Iterable[Iterable[str]]) -> str:
+    """A Markdown table."""
+    lines = [tuple(header), *map(tuple, rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    cells = [[cell.ljust(w) for cell, w in zip(line, widths, strict=True)] for line in lines]
+    cells.insert(1, ["-" * width for width in widths])
+    return "".join(f"| {' | '.join(line)} |\n" for line in cells)
+
+
+def gib(size: float, digits: int = 3) -> str:
+    """Bytes in GiB."""
+    return f"{size / 2**30:.{digits}f}"
+
+
+def mib(size: float, digits: int = 1) -> str:
+    """Bytes in MiB."""
+    return f"{size / 2**20:.{digits}f}"
+
+
+def sections(experiment: Experiment[Any, Any], folder: Path) -> dict[tuple[str, str], list[Record]]:
+    """The records of an experiment by size and device."""
+    found: dict[tuple[str, str], list[Record]] = {}
+    for record in experiment.typed(results.read(folder, experiment.name)):
+        key = (record.settings["size"], record.settings["device"])
+        found.setdefault(key, []).append(record)
+    return found
+
+
+def plot(experiment: Experiment[Any, Any], folder: Path) -> list[Path]:
+    """Save the figures of an experiment, one per size and device."""
+    if experiment.plot is None:
+        return []
+    import matplotlib
+
+    matplotlib.use("Agg")
+    paths = []
+    for key, records in sections(experiment, folder).items():
+        paths.append(folder / _image(experiment.name, key))
+        experiment.plot(records).savefig(paths[-1], dpi=100)
+    return paths
+
+
+def _image(name: str, key: tuple[str, str]) -> str:
+    size, device = key
+    words = [name, *[size] * (size != "default"), *[device] * (device != "x86_64")]
+    return "-".join(words).replace(" ", "_") + ".png"
+
+
+def page(experiments: Iterable[Experiment[Any, Any]], folder: Path) -> Path:
+    """Write the page with the tables and plots of all results."""
+    text = ["# Results", "Made by `python -m experiments plot` from the files in this folder."]
+    for experiment in experiments:
+        for key, records in sections(experiment, folder).items():
+            text += [f"## {experiment.name}", *_section(experiment, key, records, folder)]
+    path = folder / PAGE
+    path.write_text("\n\n".join(part.strip("\n") for part in text) + "\n")
+    return path
+
+
+def _section(
+    experiment: Experiment[Any, Any], key: tuple[str, str], records: list[Record], folder: Path
+) -> Iterable[str]:
+    import sys
+
+    yield sys.modules[experiment.measure.__module__].__doc__ or ""
+    for command in dict.fromkeys(record.settings["command"] for record in records):
+        yield f"    {command}"
+    taken = dict.fromkeys(_versions(record) for record in records)
+    yield f"Measured with {'; '.join(taken)}."
+    yield experiment.table(records)
+    image = _image(experiment.name, key)
+    if (folder / image).exists():
+        yield f"![{experiment.name}]({image})"
+
+
+def _versions(record: Record) -> str:
+    hidden = ("size", "command", "source", "device")
+    said = [f"{name} {value}" for name, value in record.settings.items() if name not in hidden]
+    return f"{', '.join(said)} on {record.settings['device']}"

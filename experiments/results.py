@@ -1,0 +1,170 @@
+"""Results on disk: one JSON-lines file per experiment, and the finished cases of a run under way.
+
+In the file, a line with settings (versions, device, size, command) stands before the cases that
+were measured with them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+Case = TypeVar("Case")
+FOLDER = Path(__file__).parent / "results"
+PACKAGES = ("memsave", "memsave_jax")
+
+
+@dataclass(frozen=True)
+class Record(Generic[Case]):
+    """A case, its figures, and the settings they were measured with."""
+
+    case: Case
+    figures: dict[str, Any]
+    settings: dict[str, Any]
+
+
+Plain = Record[dict[str, Any]]
+
+
+def settings(backend: str) -> dict[str, Any]:
+    """Versions, device, and threads that a result is taken with, and of which source."""
+    libraries = ("torch", "transformers") if backend == "torch" else ("jax", "flax")
+    return {
+        "python": platform.python_version(),
+        **{name: version(name) for name in libraries},
+        "device": device(backend),
+        "threads": int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1)),
+        "source": _source(),
+    }
+
+
+def device(backend: str) -> str:
+    """The name of the accelerator, or of the kind of processor."""
+    if backend == "jax":
+        import jax
+
+        kind = jax.devices()[0].device_kind
+        return platform.machine() if kind == "cpu" else kind
+    import torch
+
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
+
+
+@cache
+def _source() -> str:
+    """A digest of the library's code: results of another state of it are not gone on with."""
+    digest = hashlib.sha256()
+    for package in PACKAGES:
+        for path in sorted((Path(__file__).parents[1] / package).rglob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def free_memory() -> int:
+    """Bytes that may be taken: of the accelerator where there is one."""
+    import torch
+
+    if torch.cuda.is_available():
+        return torch.cuda.mem_get_info()[0]
+    import psutil
+
+    return psutil.virtual_memory().available
+
+
+# The file of an experiment.
+
+
+def read(folder: Path, name: str) -> list[Plain]:
+    """All records of an experiment."""
+    path = folder / f"{name}.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    records, taken = [], {}
+    for line in map(json.loads, lines):
+        if "settings" in line:
+            taken = line["settings"]
+        else:
+            records.append(Record(line["case"], line["figures"], taken))
+    return records
+
+
+def replace(folder: Path, name: str, fresh: Sequence[Plain], whole: bool) -> None:
+    """Put records in the place of older ones, of the same size and device.
+
+    Args:
+        whole: Whether these are all cases, so that others are not measured any more.
+    """
+    if not fresh:
+        return
+
+    def place(record: Plain) -> tuple[str, ...]:
+        case = () if whole else (_text(record.case),)
+        return (record.settings["size"], record.settings["device"], *case)
+
+    places = {place(record) for record in fresh}
+    kept = [record for record in read(folder, name) if place(record) not in places]
+    _write(folder / f"{name}.jsonl", "".join(_lines([*kept, *fresh])))
+
+
+def _lines(records: Sequence[Plain]) -> Iterator[str]:
+    taken = None
+    for record in sorted(records, key=lambda record: _text(record.settings)):
+        if record.settings != taken:
+            taken = record.settings
+            yield json.dumps({"settings": taken}) + "\n"
+        yield json.dumps({"case": record.case, "figures": record.figures}) + "\n"
+
+
+def _text(value: dict[str, Any]) -> str:
+    return json.dumps(value, sort_keys=True)
+
+
+def _write(path: Path, text: str) -> None:
+    """All or nothing, whatever happens meanwhile."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_name(f"{path.name}.{os.getpid()}.new")
+    new.write_text(text)
+    new.replace(path)
+
+
+# Finished cases, a file each.
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The finished cases of a run that is not finished: files in a hidden folder."""
+
+    folder: Path
+    name: str
+    size: str
+
+    @property
+    def path(self) -> Path:
+        """The hidden folder."""
+        return self.folder / ".parts" / f"{self.name}.{self.size}"
+
+    def _file(self, case: dict[str, Any]) -> Path:
+        return self.path / f"{hashlib.sha256(_text(case).encode()).hexdigest()[:24]}.json"
+
+    def write(self, record: Plain, command: str) -> None:
+        """Keep a finished case."""
+        taken = {**record.settings, "size": self.size, "command": command}
+        line = {"case": record.case, "figures": record.figures, "settings": taken}
+        _write(self._file(record.case), json.dumps(line))
+
+    def read(self, case: dict[str, Any]) -> Plain | None:
+        """The record of a case, if it is finished."""
+        path = self._file(case)
+        return Record(**json.loads(path.read_text())) if path.exists() else None
+
+    def remove(self) -> None:
+        """Forget all."""
+        shutil.rmtree(self.path, ignore_errors=True)

@@ -1,0 +1,227 @@
+"""Time and measured peak of a step in the paper's scenarios: memsave and stock PyTorch in turn.
+
+Forward and backward, in one process, alternating; the ratio is the median over pairs, with its
+quartiles. Peaks are those of the allocator over the whole step, beyond what lives before it
+(parameters, data), each in a process of its own. Outputs and gradients are compared on the way:
+the loss has to be the same to the bit, gradients to rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import memsave
+
+from . import paper
+from .counting import count
+from .harness import GIB, Experiment
+from .measure import compare, peak_bytes
+from .render import mib, table
+from .results import Record
+
+MODELS = (
+    *("ResNet-50", "ResNet-101", "VGG-16", "MobileNetV3", "EfficientNetV2-L"),
+    *("ConvNeXt", "ViT", "BERT", "T5-base"),
+)
+VARIANTS = ("stock", "memsave")
+#: Of the whole-step peak, at any size.
+PEAK_TARGETS = {("ResNet-101", "Input (BN eval)"): 0.12}
+
+
+@dataclass(frozen=True)
+class Config:
+    """Which models in which scenarios, and how often.
+
+    ``batch`` of images; ``sequences`` of a transformer (0: the paper's); ``layers`` those of a
+    transformer (0: as published); ``size`` of images in pixels.
+    """
+
+    models: tuple[str, ...] = MODELS
+    scenarios: tuple[str, ...] = tuple(paper.SCENARIOS)
+    batch: int = 4
+    sequences: int = 2
+    layers: int = 4
+    size: int = 224
+    repeats: int = 7
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model in a scenario, and what is measured: the time of both, or the peak of one."""
+
+    model: str
+    scenario: str
+    what: str
+    batch: int
+    layers: int
+    size: int
+    repeats: int
+
+
+def cases(config: Config) -> Iterator[Case]:
+    """Peaks, then times."""
+    for name in config.models:
+        model = paper.MODELS[name]
+        images = model.width is None
+        batch = (config.batch if images else config.sequences) or model.batch
+        size = config.size if images else paper.SEQUENCE
+        with torch.device("meta"):
+            step = model.step(1)
+        for scenario in config.scenarios:
+            if paper.apply(scenario, step):
+                for what in (*VARIANTS, "time"):
+                    yield Case(name, scenario, what, batch, config.layers, size, config.repeats)
+
+
+@dataclass
+class Side:
+    """A model of a case, ready for a step."""
+
+    step: paper.Step
+    x: Tensor
+    labels: Tensor
+
+    def __call__(self) -> Tensor:
+        """One forward and backward pass from the same seed; returns the loss."""
+        torch.manual_seed(0)
+        self.step.zero_grad()
+        self.x.grad = None
+        loss = self.step(self.x, self.labels)
+        loss.backward()
+        return loss.detach()
+
+    def gradients(self) -> list[Tensor]:
+        """Of everything that wants one."""
+        leaves = (*self.step.parameters(), self.x)
+        return [leaf.grad.clone() for leaf in leaves if leaf.grad is not None]
+
+
+def side(case: Case, variant: str) -> Side:
+    """The same model, weights and data for each variant but for the conversion."""
+    torch.manual_seed(0)
+    model = paper.MODELS[case.model]
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    step = model.step(case.layers or None).to(device)
+    x, labels = (t.to(device) for t in model.data(case.batch, case.size))
+    paper.apply(case.scenario, step)
+    x.requires_grad_(paper.SCENARIOS[case.scenario].input)
+    if variant == "memsave":
+        memsave.convert(step, (x, labels))
+    return Side(step, x, labels)
+
+
+def measure(case: Case) -> dict[str, Any]:
+    """The allocator's peak of a step, or the times of both in turn."""
+    if case.what in VARIANTS:
+        one = side(case, case.what)
+        return {"peak_bytes": peak_bytes(one, one.x.device)}
+    sides = {variant: side(case, variant) for variant in VARIANTS}
+    loss, other = (one().item() for one in sides.values())
+    pairs = zip(*(one.gradients() for one in sides.values()), strict=True)
+    off = max(_off(a, b) for a, b in pairs)
+    steps: dict[str, Callable[[], Any]] = {**sides}
+    return {
+        "times": compare(steps, case.repeats),
+        "loss": loss,
+        "loss_off": abs(loss - other),
+        "gradient_off": off,
+    }
+
+
+def _off(stock: Tensor, ours: Tensor) -> float:
+    """The largest difference, relative to the largest element."""
+    largest = stock.abs().max().item()
+    return (stock - ours).abs().max().item() / largest if largest else ours.abs().max().item()
+
+
+@cache
+def _bytes(model: str, batch: int, layers: int, size: int) -> int:
+    """What a step of stock takes with everything trainable."""
+    of = paper.MODELS[model]
+    with paper.without_values():
+        counts = count(
+            lambda: of.step(layers or None),
+            lambda: of.data(batch, size),
+            lambda step, inputs: paper.apply("All", step),
+        )
+    return sum((2 * counts.parameters, counts.data, counts.peak))
+
+
+def memory(case: Case) -> int:
+    """With a half more for kernels' own buffers, and a GiB for torch."""
+    return _bytes(case.model, case.batch, case.layers, case.size) * 3 // 2 + GIB
+
+
+def _rows(records: Sequence[Record[Case]]) -> dict[tuple[str, str], dict[str, Record[Case]]]:
+    rows: dict[tuple[str, str], dict[str, Record[Case]]] = {}
+    for record in records:
+        place = (record.case.model, record.case.scenario)
+        rows.setdefault(place, {})[record.case.what] = record
+    return rows
+
+
+def show(records: Sequence[Record[Case]]) -> str:
+    """A row per model and scenario."""
+    return table(
+        (
+            *("model (batch)", "gradients wanted", "seconds of stock", "time ratio", "quartiles"),
+            *("peak MiB: stock", "memsave", "ratio", "published time ratio", "gradients off by"),
+        ),
+        (_line(model, scenario, row) for (model, scenario), row in _rows(records).items()),
+    )
+
+
+def _line(model: str, scenario: str, row: dict[str, Record[Case]]) -> Iterator[str]:
+    yield f"{model} ({next(iter(row.values())).case.batch})"
+    yield scenario
+    if "time" in row:
+        times = row["time"].figures["times"]
+        yield f"{times['stock']['seconds']:.3f}"
+        yield f"{times['memsave']['ratio']:.3f}"
+        yield "{:.3f} to {:.3f}".format(*times["memsave"]["quartiles"])
+    else:
+        yield from ("", "", "")
+    peaks = [row[variant].figures["peak_bytes"] for variant in VARIANTS if variant in row]
+    if len(peaks) == 2:
+        yield from (mib(peak) for peak in peaks)
+        yield f"{peaks[1] / peaks[0]:.4f}"
+    else:
+        yield from ("", "", "")
+    published = paper.PUBLISHED.get((model, scenario))
+    yield f"{published[3] / published[2]:.3f}" if published else ""
+    yield f"{row['time'].figures['gradient_off']:.0e}" if "time" in row else ""
+
+
+def misses(records: Sequence[Record[Case]]) -> Iterator[str]:
+    """Peaks above stock's or the target, and losses that differ. (Times are shown, not judged.)"""
+    for (model, scenario), row in _rows(records).items():
+        what = f"{model}, {scenario}"
+        if "time" in row and row["time"].figures["loss_off"] > 0:
+            yield f"{what}: the losses differ by {row['time'].figures['loss_off']}"
+        if row.keys() >= {*VARIANTS}:
+            stock, ours = (row[variant].figures["peak_bytes"] for variant in VARIANTS)
+            target = PEAK_TARGETS.get((model, scenario), 1.0)
+            if ours > target * stock:
+                yield f"{what}: peak {ours / stock:.4f} of stock, target {target}"
+
+
+EXPERIMENT = Experiment(
+    sizes={
+        "tiny": Config(("ResNet-18",), ("Input", "Norm"), batch=2, size=64, repeats=1),
+        "quick": Config(("ResNet-50", "ViT"), batch=2, sequences=1, layers=2, size=128, repeats=3),
+        "default": Config(),
+        "paper": Config(tuple(paper.MODELS), batch=0, sequences=0, layers=0, repeats=15),
+    },
+    case=Case,
+    cases=cases,
+    measure=measure,
+    table=show,
+    misses=misses,
+    memory=memory,
+)
