@@ -31,6 +31,8 @@ EXPERIMENTS = (
     "scenario_times",
     "zoo",
     "strategies",
+    "fine_tuning",
+    "other_savers",
     "lora",
     "functional_mode",
     "dropout_rows",

@@ -85,20 +85,33 @@ class Model:
         return x, torch.randint(self.classes, (n, *labels))
 
 
-def _images(name: str, **options: Any) -> Model:
+def _makes_fake() -> bool:
+    """Whether tensors have no values now, which drawing from a truncated distribution looks at."""
+    return isinstance(torch.empty(0), FakeTensor)
+
+
+def _images(
+    name: str,
+    call: Callable[[nn.Module, Tensor], Tensor] = lambda model, x: model(x),
+    backbone: dict[str, None] | None = None,
+    **options: Any,
+) -> Model:
     def make(layers: int | None) -> nn.Module:
         from torchvision import models
 
-        return models.get_model(name, weights=None, weights_backbone=None)
+        undrawn = mock.patch.object(nn.init, "trunc_normal_", lambda tensor, *_, **__: tensor)
+        with undrawn if _makes_fake() else nullcontext():
+            return models.get_model(name, weights=None, **(backbone or {}))
 
-    def make_plain(layers: int | None) -> nn.Module:
-        from torchvision import models
+    return Model(make, call, **options)
 
-        return models.get_model(name, weights=None)
 
-    if options:
-        return Model(make, lambda model, x: model(x)["out"], **options)
-    return Model(make_plain, lambda model, x: model(x))
+def _segmentation(name: str) -> Model:
+    return _images(
+        *(name, lambda model, x: model(x)["out"], {"weights_backbone": None}),
+        labels=(224, 224),
+        classes=21,
+    )
 
 
 def _transformer(
@@ -116,9 +129,7 @@ def _transformer(
 
         kind: Any = getattr(transformers, cls)
         options = config if layers is None else {**config, depth: layers}
-        # Drawing from a truncated distribution looks at values, which fake tensors do not have.
-        is_fake = isinstance(torch.empty(0), FakeTensor)
-        with no_init_weights() if is_fake else nullcontext():
+        with no_init_weights() if _makes_fake() else nullcontext():
             return kind(kind.config_class(**options))
 
     def call(model: Any, x: Tensor) -> Tensor:
@@ -146,8 +157,8 @@ MODELS = {
     "MobileNetV3": _images("mobilenet_v3_large"),
     "EfficientNetV2-L": _images("efficientnet_v2_l"),
     "ConvNeXt": _images("convnext_base"),
-    "DeepLabv3": _images("deeplabv3_resnet101", labels=(224, 224), classes=21),
-    "FCN": _images("fcn_resnet101", labels=(224, 224), classes=21),
+    "DeepLabv3": _segmentation("deeplabv3_resnet101"),
+    "FCN": _segmentation("fcn_resnet101"),
     "ViT": _transformer("ViTForImageClassification", None, 1000, num_labels=1000),
     "BERT": _transformer("BertLMHeadModel", 768, 30522, is_decoder=True),
     "GPT-2": _transformer("GPT2LMHeadModel", 768, 50257, "n_layer"),

@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor, is_legacy_batchedtensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.autograd.function import Function, FunctionCtx
 from torch.overrides import _get_current_function_mode, _pop_mode_temporarily
@@ -290,7 +291,7 @@ def is_traced(x: Any) -> bool:
 def is_plain_gradient(g: Tensor) -> bool:
     """Whether ``bwd`` may do to ``g`` what has no derivative and no rule for vmap."""
     return (
-        type(g) is Tensor
+        type(g) in (Tensor, FakeTensor)
         and not g.requires_grad
         and not is_legacy_batchedtensor(g)  # is_grads_batched
         and not is_functorch_wrapped_tensor(g)

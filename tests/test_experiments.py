@@ -52,7 +52,7 @@ class Network(nn.Module):
         super().__init__()
         self.body = nn.Sequential(
             *(nn.ReLU(), nn.MaxPool2d(2), nn.Dropout(0.3), nn.Flatten(), nn.Linear(192, 64)),
-            *(nn.GELU(), nn.Linear(64, 10)),
+            *(nn.GELU(), nn.Linear(64, 1000)),
         )
         self.loss = nn.CrossEntropyLoss()
 
@@ -65,7 +65,7 @@ class Network(nn.Module):
 @pytest.mark.parametrize("frozen", [False, True])
 def test_counted_peak_is_that_of_the_allocator(convert, frozen):
     def data() -> tuple[torch.Tensor, ...]:
-        return torch.randn(64, 3, 16, 16), torch.randint(10, (64,))
+        return torch.randn(64, 3, 16, 16), torch.randint(1000, (64,))
 
     def prepare(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
         model.requires_grad_(not frozen)
@@ -79,7 +79,7 @@ def test_counted_peak_is_that_of_the_allocator(convert, frozen):
     peak = measure.peak_bytes(lambda: model(*inputs).backward())
     assert peak == pytest.approx(counts.peak, abs=1000)  # numbers and such, in and out
     assert counts.data == 64 * 3 * 16 * 16 * 4 + 64 * 8
-    assert counts.parameters == 4 * (192 * 64 + 64 + 64 * 10 + 10)
+    assert counts.parameters == 4 * (192 * 64 + 64 + 64 * 1000 + 1000)
     assert counts.forward <= counts.peak
 
 
