@@ -41,6 +41,7 @@ EXPERIMENTS = (
     "flax_rows",
     "flax_freezing",
 )
+README = Path(__file__).parents[1] / "README.md"
 NEEDS = (
     *("torch", "torchvision", "jax", "flax", "transformers", "peft", "timm", "optax"),
     *("sklearn", "matplotlib", "psutil", "tqdm", "tyro"),
@@ -211,6 +212,10 @@ def _plot(args: argparse.Namespace) -> int:
         for path in render.plot(load(name), folder):
             print(path)
     print(render.page(map(load, EXPERIMENTS), folder))
+    if folder == results.FOLDER:
+        text = README.read_text()
+        README.write_text(render.fill(text, load, folder))
+        print(README)
     return 0
 
 

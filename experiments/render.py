@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,34 @@ def page(experiments: Iterable[Experiment[Any, Any]], folder: Path) -> Path:
     path = folder / PAGE
     path.write_text("\n\n".join(part.strip("\n") for part in text) + "\n")
     return path
+
+
+#: In the README: what stands between is made from the results of an experiment at a size.
+_BLOCK = re.compile(r"(<!-- results of (\w+)(?:, (\w+))? -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def fill(text: str, experiment: Callable[[str], Experiment[Any, Any]], folder: Path) -> str:
+    """A Markdown text with its summaries of results made anew, and the commands under them."""
+
+    def block(found: re.Match[str]) -> str:
+        begin, name, size, end = found.groups()
+        of = experiment(name)
+        measured = [
+            records
+            for key, records in sections(of, folder).items()
+            if key[0] == (size or "default")
+        ]
+        parts = [part for records in measured for part in _summary(of, records)]
+        return "".join([begin, *(f"\n{part.strip()}\n" for part in parts), "\n", end])
+
+    return _BLOCK.sub(block, text)
+
+
+def _summary(experiment: Experiment[Any, Any], records: list[Record]) -> Iterable[str]:
+    yield (experiment.summary or experiment.table)(records)
+    commands = dict.fromkeys(record.settings["command"] for record in records)
+    devices = dict.fromkeys(record.settings["device"] for record in records)
+    yield f"({'; '.join(f'`.venv/bin/{c}`' for c in commands)}, on {', '.join(devices)})"
 
 
 def _section(

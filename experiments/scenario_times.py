@@ -193,7 +193,7 @@ def _line(model: str, scenario: str, row: dict[str, Record[Case]]) -> Iterator[s
         yield f"{peaks[1] / peaks[0]:.4f}"
     else:
         yield from ("", "", "")
-    published = paper.PUBLISHED.get((model, scenario))
+    published = paper.published(model, scenario)
     yield f"{published[3] / published[2]:.3f}" if published else ""
     yield f"{row['time'].figures['gradient_off']:.0e}" if "time" in row else ""
 

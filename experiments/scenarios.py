@@ -3,13 +3,22 @@
 Exact counts on fake tensors of the whole architectures: needs neither the memory nor a GPU. The
 limit is what the table of ``memsave.spec`` says that the layers' gradients read, with what is kept
 by layers outside of it. The paper measured the peak of the forward pass on a GPU, with parameters
-and data; the last columns are this, counted, and as published. They differ
+and data; the last columns are this, counted, and as published. They differ:
 
-- by what cuDNN and the allocator's rounding take (ResNets: 0.1 GiB of stock);
-- in transformers by attention, which is ``scaled_dot_product_attention`` here and kept every
-  score there, and by the float32 copy of the logits that transformers made then;
-- in "Input (BN eval)" by ReLU and max pooling, of which the paper's code keeps a byte and
-  the indices of eight bytes, and in "All" by its masks beside the outputs.
+- ResNets and EfficientNet, stock: by 0.1 GiB, for cuDNN and the allocator's rounding.
+- "Input", "Norm", "Surgical": the paper's code keeps a byte for every element of a ReLU and indices
+  of eight bytes for max pooling, where a bit and four bits are enough. In "All" it keeps these
+  masks beside the outputs, which the next layer keeps anyway: more than stock.
+- EfficientNet has neither: both spare the same.
+- T5: attention was computed step by step then and kept its scores; "eager attention" is like this.
+  (1.7 GiB of stock we cannot explain; a copy of the logits would have 2.0.)
+- Mistral: transformers expanded keys and values to all heads for attention (1.5 GiB more), and
+  copied the logits to float32. The paper's code has its RMSNorm, neither the gated layers nor the
+  loss.
+
+Where only norms without ReLUs or dropout are left to be changed (ViT, BERT in eval mode), stock
+keeps what has to be kept, but for some statistics. ViT's forward peak is 1 % above stock there:
+the norms' outputs are kept then instead of their inputs, which live as long.
 """
 
 from __future__ import annotations
@@ -152,7 +161,7 @@ def _line(record: Record[Case]) -> Iterator[str]:
     yield f"{peak:.4f}"
     around = figures["parameter_bytes"] + figures["data_bytes"]
     yield from (gib(around + size, 2) for size in figures["forward_bytes"].values())
-    published = paper.PUBLISHED.get((case.model, case.scenario))
+    published = paper.published(case.model, case.scenario)
     shown = published[:2] if published and _is_as_published(case) else ()
     yield from (f"{size:.2f}" for size in shown)
     yield from [""] * (2 - len(shown))
