@@ -34,6 +34,7 @@ from memsave.layers.module import ROWS, STOCK, offered
 from . import paper
 from .counting import count
 from .harness import Experiment
+from .measure import difference
 from .render import gib, table
 from .results import Record
 
@@ -70,7 +71,7 @@ class Config:
 
     models: tuple[str, ...] = ("ResNet-101",)
     scenarios: tuple[str, ...] = tuple(paper.SCENARIOS)
-    more_models: tuple[str, ...] = ("VGG-16", "EfficientNetV2-L", "T5-base", "Mistral-7B")
+    more_models: tuple[str, ...] = ("VGG-16", "MobileNetV3", "T5-base", "Mistral-7B")
     more_scenarios: tuple[str, ...] = ("All", "Input", "Input (BN eval)", "Norm")
     batch: int = 0
     layers: int = 0
@@ -176,7 +177,7 @@ def _bytes(case: Case, converted: Sequence[str]) -> dict[str, int]:
 
 
 def _difference(case: Case, conversions: Sequence[Sequence[str]]) -> float | None:
-    """The largest of loss and gradients from stock, to the largest element of each."""
+    """The largest of loss and gradients from stock."""
     model = paper.MODELS[case.model]
     with torch.device("meta"):
         size = sum(p.numel() for p in model.step(1).parameters())
@@ -198,11 +199,7 @@ def _difference(case: Case, conversions: Sequence[Sequence[str]]) -> float | Non
         return [loss.detach(), *gradients]
 
     stock = results(())
-    return max(
-        ((own - theirs).abs().max() / theirs.abs().max().clamp(min=1e-30)).item()
-        for converted in conversions
-        for own, theirs in zip(results(converted), stock, strict=True)
-    )
+    return max(difference(stock, results(converted)) for converted in conversions)
 
 
 # What is shown.
@@ -254,6 +251,18 @@ def _line(record: Record[Case], what: str, way: str) -> Iterator[str]:
     difference = record.figures["gradient_difference"]
     shown = first and what == "kept" and difference is not None
     yield f"{difference:.1e}" if shown else ""
+
+
+def summary(records: Sequence[Record[Case]]) -> str:
+    """Of the first model: what is kept with one group after the other."""
+    first = records[0]
+    rows = [
+        (record.case.scenario, *(f"{ratio:.3f}" for ratio in ratios(record, "kept", "in order")))
+        for record in records
+        if record.case.model == first.case.model
+    ]
+    header = (f"{first.case.model}, bytes kept", *(f"+ {n}" for n in first.figures["groups"]))
+    return table(header, rows)
 
 
 def misses(records: Sequence[Record[Case]]) -> Iterator[str]:
@@ -336,6 +345,7 @@ EXPERIMENT = Experiment(
     table=show,
     misses=misses,
     plot=plot,
+    summary=summary,
     memory=memory,
     exact=True,
 )

@@ -179,8 +179,9 @@ def cases(config: Config) -> Iterator[Case]:
     for kind in config.kinds:
         for trainable in config.trainable:
             for implementation in config.implementations:
-                # What cannot be counted is measured twice, to have a slope.
-                depths = [STEADY] * (implementation == "compiled") + [config.depth]
+                # What cannot be counted is measured twice where it has to have a slope.
+                twice = implementation == "compiled" and trainable == "4"
+                depths = [STEADY] * twice + [config.depth]
                 for depth in dict.fromkeys(depths):
                     yield Case(kind, trainable, implementation, depth, config.shrink)
 
@@ -326,6 +327,11 @@ def show(records: Sequence[Record[Case]]) -> str:
     """Counts with what is published beside them; measured peaks; and what failed."""
     rows = _deepest(records)
     return "\n".join([_counted(rows), _measured(rows, records), *_remarks(records)])
+
+
+def summary(records: Sequence[Record[Case]]) -> str:
+    """The counts where one layer is trainable."""
+    return _counted({place: row for place, row in _deepest(records).items() if place[1] == "4"})
 
 
 def _counted(rows: Rows) -> str:
@@ -533,5 +539,6 @@ EXPERIMENT = Experiment(
     table=show,
     misses=misses,
     plot=plot,
+    summary=summary,
     memory=memory,
 )

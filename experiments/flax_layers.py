@@ -20,7 +20,7 @@ import memsave_jax
 from memsave_jax import function, functional as F
 
 from .harness import Experiment
-from .measure import compare
+from .measure import compare, difference
 from .render import table
 from .results import Record
 
@@ -87,11 +87,6 @@ def _step(layer: Callable[[Array], Array], x: Array, form: Any) -> Callable[[], 
     return lambda: jax.block_until_ready(program(x, g))
 
 
-def _difference(stock: Any, ours: Any) -> float:
-    pairs = zip(stock, ours, strict=True)
-    return max(float(jnp.abs(a - b).max() / jnp.abs(a).max()) for a, b in pairs)
-
-
 def measure(case: Case) -> dict[str, Any]:
     """Bytes kept, times of a step, and by how much its output and gradient differ from stock's."""
     shape = (case.batch, case.size, case.size, case.channels)
@@ -113,7 +108,7 @@ def measure(case: Case) -> dict[str, Any]:
         "input_bytes": x.nbytes,
         "kept_bytes": {"stock": report.stock, "memsave_jax": report.now},
         "times": compare(steps, case.repeats),
-        "difference": _difference(steps["stock"](), steps["memsave_jax"]()),
+        "difference": difference(steps["stock"](), steps["memsave_jax"]()),
     }
 
 

@@ -297,6 +297,23 @@ def show(records: Sequence[Record[Case]]) -> str:
     )
 
 
+def summary(records: Sequence[Record[Case]]) -> str:
+    """Of usual rows in their first form: the gradient of all inputs but parameters."""
+    lines = [next(_of_inputs(record)) for record in records if record.case.op in USUAL]
+    return table(
+        ("row, gradient of the inputs", "eager, stock to ours", "jit, stock to ours"),
+        [
+            (line["row"], *(" to ".join(f"{x:.3f}" for x in line[how].values()) for how in HOW[:2]))
+            for line in lines
+        ],
+    )
+
+
+def _of_inputs(record: Record[Case]) -> Iterator[dict[str, Any]]:
+    inputs = {"x", "gate", "up", "input"}
+    return (line for line in record.figures["calls"] if {*line["wrt"]} <= inputs)
+
+
 def misses(records: Sequence[Record[Case]]) -> Iterator[str]:
     """Rows above stock, where no other row of the op is not."""
     for record in records:
@@ -320,6 +337,7 @@ EXPERIMENT = Experiment(
     cases=cases,
     measure=measure,
     table=show,
+    summary=summary,
     misses=misses,
     exact=True,
     backend="jax",

@@ -28,7 +28,7 @@ from . import flax_transformer
 from .flax_resnet import KINDS, ResNet
 from .flax_transformer import Transformer
 from .harness import GIB, Experiment
-from .measure import compare
+from .measure import compare, difference
 from .render import mib, table
 from .results import Record
 
@@ -227,21 +227,8 @@ def measure(case: Case) -> dict[str, Any]:
         },
         "times": times,
         "loss": {"stock": float(loss), "memsave_jax": float(our_loss)},
-        "gradient_difference": difference(gradients, our_gradients),
+        "gradient_difference": difference(*map(jax.tree.leaves, (gradients, our_gradients))),
     }
-
-
-def difference(stock: Any, ours: Any) -> float:
-    """The largest of a gradient, to the largest element of that gradient.
-
-    (Some are nothing but rounding: attention's of the bias of its keys. So a gradient counts as at
-    least a thousandth of the largest of all.)
-    """
-    pairs = [*zip(jax.tree.leaves(stock), jax.tree.leaves(ours), strict=True)]
-    sizes = [float(jnp.abs(one).max()) for one, _ in pairs]
-    off = [float(jnp.abs(one - other).max()) for one, other in pairs]
-    least = max(sizes) / 1000
-    return max(by / max(size, least) for by, size in zip(off, sizes, strict=True))
 
 
 def _ratio(sizes: dict[str, int], name: str = "memsave_jax") -> float:
@@ -273,6 +260,27 @@ def _line(record: Record[Case]) -> Iterator[str]:
     yield " to ".join(f"{time:.3f}" for time in times["memsave_jax"]["quartiles"])
     yield f"{times['checkpoint']['ratio']:.3f}"
     yield f"{figures['gradient_difference']:.1e}"
+
+
+def summary(records: Sequence[Record[Case]]) -> str:
+    """Ratios to stock, of ours and of ``jax.checkpoint``."""
+    return table(
+        (
+            *("model (batch)", "gradients wanted", "kept", "(checkpoint)"),
+            *("temporaries, jitted", "(checkpoint)", "time", "(checkpoint)"),
+        ),
+        [tuple(_summary_line(record)) for record in records],
+    )
+
+
+def _summary_line(record: Record[Case]) -> Iterator[str]:
+    case, figures = record.case, record.figures
+    yield from (f"{case.model} ({case.batch})", case.scenario)
+    for what in ("kept_bytes", "temp_bytes"):
+        yield f"{_ratio(figures[what]):.3f}"
+        yield f"({_ratio(figures[what], 'checkpoint'):.3f})"
+    yield f"{figures['times']['memsave_jax']['ratio']:.3f}"
+    yield f"({figures['times']['checkpoint']['ratio']:.3f})"
 
 
 def misses(records: Sequence[Record[Case]]) -> Iterator[str]:
@@ -342,6 +350,7 @@ EXPERIMENT = Experiment(
     table=show,
     misses=misses,
     plot=plot,
+    summary=summary,
     memory=memory,
     backend="jax",
 )

@@ -21,7 +21,7 @@ import memsave
 from memsave import functional
 
 from .harness import Experiment
-from .measure import compare
+from .measure import compare, difference
 from .render import table
 from .results import Record
 
@@ -113,11 +113,10 @@ def measure(case: Case) -> dict[str, Any]:
     x = torch.randn(case.batch, 3, case.size, case.size, device=device)
     step = Step(model, x.requires_grad_(case.what == FROZEN))
     (loss, stock), (other, ours) = (_under(mode, step.results)() for mode in (False, True))
-    pairs = zip(stock, ours, strict=True)
     return {
         **_times(step, case.repeats, 1),
         "loss_off": abs(loss - other),
-        "gradient_off": max(((a - b).abs().max() / a.abs().max()).item() for a, b in pairs),
+        "gradient_off": difference(stock, ours),
     }
 
 

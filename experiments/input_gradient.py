@@ -187,6 +187,15 @@ def _peaks(run: dict[str, dict[str, Any]]) -> dict[str, int]:
 
 def show(records: Sequence[Record[Case]]) -> str:
     """The figures of both frameworks side by side, and the report."""
+    text = [summary(records)]
+    for run in _runs(records).values():
+        if run[TORCH]:
+            text.append(f"The report in PyTorch:\n\n```\n{run[TORCH]['report']}\n```\n")
+    return "\n".join(text)
+
+
+def summary(records: Sequence[Record[Case]]) -> str:
+    """The figures of both frameworks side by side."""
     return "\n".join(_text(case, run) for case, run in _runs(records).items())
 
 
@@ -214,8 +223,6 @@ def _text(case: Case, run: dict[str, dict[str, Any]]) -> str:
         text.append(
             f"Between the converted models of the two: {its['to_torch']:.2g}. (Flax: {versions}.)\n"
         )
-    if ours:
-        text.append(f"The report in PyTorch:\n\n```\n{ours['report']}\n```\n")
     return "\n".join(text)
 
 
@@ -317,5 +324,6 @@ EXPERIMENT = Experiment(
     table=show,
     misses=misses,
     plot=plot,
+    summary=summary,
     memory=memory,
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -71,3 +71,16 @@ def compare(
         seconds = statistics.median(own)
         figures[name] = {"seconds": seconds, "ratio": middle, "quartiles": [low, high]}
     return figures
+
+
+def difference(stock: Iterable[Any], ours: Iterable[Any]) -> float:
+    """The largest difference of gradients, of any framework, to the largest element of each.
+
+    (Some are nothing but rounding: of a bias before BatchNorm, of the bias of attention's keys. So
+    a gradient counts as at least a thousandth of the largest of all.)
+    """
+    pairs = [*zip(stock, ours, strict=True)]
+    sizes = [float(abs(one).max()) for one, _ in pairs]
+    off = [float(abs(one - other).max()) for one, other in pairs]
+    least = max(sizes) / 1000
+    return max(by / max(size, least) if by else 0.0 for by, size in zip(off, sizes, strict=True))

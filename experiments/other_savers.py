@@ -46,7 +46,7 @@ import memsave
 from . import paper
 from .harness import GIB, Experiment
 from .measure import compare, peak_bytes
-from .render import mib, table
+from .render import matrix, mib, table
 from .results import Record
 from .strategies import (
     DEVICE,
@@ -69,12 +69,13 @@ class Config:
     """Which models in which scenarios.
 
     ``paper_code`` is a checkout of the paper's code. ``layers`` are those of a transformer and
-    ``size`` that of images in pixels, both 0 as published.
+    ``size`` that of images in pixels, both 0 as published. ``compiled`` are the scenarios in which
+    the compiler is measured too, which takes it a while.
     """
 
-    models: tuple[str, ...] = ("ResNet-18", "ViT")
+    models: tuple[str, ...] = ("ResNet-101", "ViT")
     scenarios: tuple[str, ...] = ("All", "Input", "Input (BN eval)", "Norm")
-    compiled: bool = True
+    compiled: tuple[str, ...] = ("Input (BN eval)", "Norm")
     paper_code: str = ""
     batch: int = 8
     layers: int = 2
@@ -285,9 +286,9 @@ def cases(config: Config) -> Iterator[Case]:
     for name in config.models:
         with FakeTensorMode():
             step = paper.MODELS[name].step(1)
-        savers = [saver for saver in SAVERS if _is_asked_for(saver, config, step)]
         for scenario in config.scenarios:
             if paper.apply(scenario, step):
+                savers = (name for name in SAVERS if _is_asked_for(name, scenario, config, step))
                 for saver in savers:
                     path = config.paper_code if SAVERS[saver].by_paper else ""
                     yield Case(name, scenario, saver, path, *around)
@@ -297,9 +298,11 @@ def cases(config: Config) -> Iterator[Case]:
             yield Case(layer, "", "paper's code", config.paper_code, 0, 0, 0, 0)
 
 
-def _is_asked_for(name: str, config: Config, model: nn.Module) -> bool:
+def _is_asked_for(name: str, scenario: str, config: Config, model: nn.Module) -> bool:
     saver = SAVERS[name]
-    if (saver.by_paper and not config.paper_code) or ("compile" in name and not config.compiled):
+    if saver.by_paper and not config.paper_code:
+        return False
+    if "compile" in name and scenario not in config.compiled:
         return False
     return any(isinstance(module, saver.needs) for module in model.modules())
 
@@ -410,6 +413,24 @@ def _of_layers(records: Sequence[Record[Case]]) -> str:
     )
 
 
+def summary(records: Sequence[Record[Case]]) -> str:
+    """By saver, models and scenarios: kept bytes, peak and time."""
+    lines = {}
+    for record in records:
+        case = record.case
+        if case.scenario:
+            stock = next(r for r in records if _place(r) == _place(record)).figures
+            kept, peak, time, *_ = [*_line(record, stock)][2:]
+            cell = ", ".join((kept, peak, time)) if kept else "error"
+            lines[case.saver, f"{case.model}, {case.scenario}"] = cell
+    return matrix("kept, peak, time", lines)
+
+
+def _place(record: Record[Case]) -> tuple[str, str]:
+    """Its model and scenario, of which stock comes first."""
+    return record.case.model, record.case.scenario
+
+
 def misses(records: Sequence[Record[Case]]) -> Iterator[str]:
     """Where memsave has other gradients, or keeps more than those that compute nothing again."""
     for record in records:
@@ -429,8 +450,7 @@ def misses(records: Sequence[Record[Case]]) -> Iterator[str]:
 
 
 def _keeps_less(other: Record[Case], record: Record[Case]) -> bool:
-    place = (record.case.model, record.case.scenario)
-    if (other.case.model, other.case.scenario) != place or "kept_bytes" not in other.figures:
+    if _place(other) != _place(record) or "kept_bytes" not in other.figures:
         return False
     if SAVERS[other.case.saver].computes_again:
         return False
@@ -440,9 +460,9 @@ def _keeps_less(other: Record[Case], record: Record[Case]) -> bool:
 EXPERIMENT = Experiment(
     sizes={
         "tiny": Config(
-            ("ResNet-18",), ("Input (BN eval)",), compiled=False, batch=2, size=64, repeats=1
+            ("ResNet-18",), ("Input (BN eval)",), compiled=(), batch=2, size=64, repeats=1
         ),
-        "quick": Config(compiled=False, batch=4, layers=1, size=128, repeats=1),
+        "quick": Config(("ResNet-18", "ViT"), compiled=(), batch=4, layers=1, size=128, repeats=1),
         "default": Config(),
         "paper": Config(("ResNet-50", "ViT"), batch=64, layers=0, repeats=9),
     },
@@ -451,5 +471,6 @@ EXPERIMENT = Experiment(
     measure=measure,
     table=show,
     misses=misses,
+    summary=summary,
     memory=memory,
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,13 @@ def table(header: Sequence[str], rows: Iterable[Iterable[str]]) -> str:
     cells = [[cell.ljust(w) for cell, w in zip(line, widths, strict=True)] for line in lines]
     cells.insert(1, ["-" * width for width in widths])
     return "".join(f"| {' | '.join(line)} |\n" for line in cells)
+
+
+def matrix(corner: str, cells: Mapping[tuple[str, str], str]) -> str:
+    """A Markdown table of cells by the names of their rows and columns, each in order."""
+    rows, columns = (dict.fromkeys(place[axis] for place in cells) for axis in (0, 1))
+    lines = [[row, *(cells.get((row, column), "") for column in columns)] for row in rows]
+    return table((corner, *columns), lines)
 
 
 def gib(size: float, digits: int = 3) -> str:

@@ -38,7 +38,7 @@ import memsave
 from . import paper
 from .counting import count
 from .harness import Experiment
-from .render import gib, table
+from .render import gib, matrix, table
 from .results import Record
 
 if TYPE_CHECKING:
@@ -167,6 +167,16 @@ def _line(record: Record[Case]) -> Iterator[str]:
     yield from [""] * (2 - len(shown))
 
 
+def summary(records: Sequence[Record[Case]]) -> str:
+    """Ratios by model and scenario."""
+    cells = {}
+    for record in records:
+        kept, peak = _ratios(record)
+        model = f"{record.case.model}{'' if _is_in_papers_mode(record.case) else ', train'}"
+        cells[model, record.case.scenario] = f"{kept:.3f}, {peak:.3f}"
+    return matrix("kept, peak of the step", cells)
+
+
 def _is_as_published(case: Case) -> bool:
     full = case.batch == paper.MODELS[case.model].batch and not case.layers
     return full and _is_in_papers_mode(case)
@@ -241,5 +251,6 @@ EXPERIMENT = Experiment(
     table=show,
     misses=misses,
     plot=plot,
+    summary=summary,
     exact=True,
 )

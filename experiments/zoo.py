@@ -255,19 +255,28 @@ def show(records: Sequence[Record[Case]]) -> str:
     ratios = {r.case.model: _ratios(r) for r in records if "error" not in r.figures}
     names = [scenario.name for scenario in SCENARIOS]
     lines = [(model, *(_number(of.get(name)) for name in names)) for model, of in ratios.items()]
-    text = [table(("bytes kept, ratio to stock", *names), lines if len(lines) < 200 else [])]
-    for name in names:
-        of = sorted(ratio[name] for ratio in ratios.values() if name in ratio)
+    text = [table(("bytes kept, ratio to stock", *names), lines)] if len(lines) < 200 else []
+    return "\n".join([*text, summary(records), *_errors(records)])
+
+
+def summary(records: Sequence[Record[Case]]) -> str:
+    """How the ratios are distributed."""
+    ratios = [_ratios(record) for record in records]
+    rows = []
+    for name in (scenario.name for scenario in SCENARIOS):
+        of = sorted(ratio[name] for ratio in ratios if name in ratio)
         if of:
-            text.append(
-                f"{name}: {len(of)} models, lowest {of[0]:.4f}, median {of[len(of) // 2]:.4f}, "
-                f"highest {of[-1]:.4f}; at stock {sum(ratio == 1 for ratio in of)}, "
-                f"above stock {sum(ratio > 1 for ratio in of)}.\n"
-            )
+            ends = (f"{ratio:.4f}" for ratio in (of[0], of[len(of) // 2], of[-1]))
+            counts = (sum(ratio == 1 for ratio in of), sum(ratio > 1 for ratio in of))
+            rows.append((name, str(len(of)), *ends, *map(str, counts)))
+    header = ("gradients wanted", "models", "lowest", "median", "highest", "at stock", "above")
+    return table(header, rows)
+
+
+def _errors(records: Sequence[Record[Case]]) -> Iterator[str]:
     for record in records:
         if "error" in record.figures:
-            text.append(f"Not measured: {record.case.model}: {record.figures['error']}\n")
-    return "\n".join(text)
+            yield f"Not measured: {record.case.model}: {record.figures['error']}\n"
 
 
 def _number(ratio: float | None) -> str:
@@ -293,6 +302,7 @@ EXPERIMENT = Experiment(
     cases=cases,
     measure=measure,
     table=show,
+    summary=summary,
     misses=misses,
     exact=True,
 )

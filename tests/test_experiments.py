@@ -3,6 +3,7 @@
 import dataclasses
 import json
 
+import jax.numpy as jnp
 import pytest
 import torch
 from torch import nn
@@ -43,6 +44,16 @@ def test_times_are_compared_in_pairs(monkeypatch):
     assert figures["memsave"]["seconds"] == 2.0
     assert figures["memsave"]["quartiles"] == [0.5, 3.0]
     assert figures["stock"]["ratio"] == 1.0
+
+
+def test_gradients_are_compared_by_their_own_size_unless_they_are_nothing():
+    stock = [torch.tensor([1.0, -2.0]), torch.tensor([0.5]), torch.tensor([1e-17])]
+    ours = [torch.tensor([1.0, -2.2]), torch.tensor([0.51]), torch.tensor([2e-17])]
+    assert measure.difference(stock, ours) == pytest.approx(0.1)
+    assert measure.difference(stock[1:], ours[1:]) == pytest.approx(0.02)
+    assert measure.difference([-stock[2]], [stock[2] * 0]) == 1.0
+    assert measure.difference([jnp.zeros(2)], [jnp.zeros(2)]) == 0.0
+    assert measure.difference([jnp.ones(2)], [jnp.array([1.0, -1.0])]) == 2.0
 
 
 class Network(nn.Module):

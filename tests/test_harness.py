@@ -141,6 +141,23 @@ def test_the_page_shows_tables_plots_and_commands(tmp_path, capsys):
     assert (tmp_path / "toy_experiment.png").exists()
 
 
+def test_a_text_is_filled_with_summaries(tmp_path):
+    run(tmp_path)
+    run(tmp_path, "--quick")
+    block = "<!-- results of toy_experiment{} -->\nold\n<!-- end -->"
+    text = f"Before\n\n{block.format('')}\n\n{block.format(', quick')}\n\nafter"
+    filled = render.fill(text, command_line.load, tmp_path)
+    default, quick = filled.split(", quick -->")
+    command = f"`.venv/bin/python -m experiments run toy_experiment --results {tmp_path}"
+    assert f"| 3      | 9      |\n\n({command}`, on " in default
+    assert "| 4      | 16     |" not in default
+    assert f"| 4      | 16     |\n\n({command} --quick`, on " in quick
+    assert filled.startswith("Before\n\n<!--")
+    assert filled.endswith("<!-- end -->\n\nafter")
+    assert "old" not in filled
+    assert render.fill(filled, command_line.load, tmp_path) == filled
+
+
 def test_targets_are_judged(tmp_path, capsys):
     assert run(tmp_path, "--numbers", "10") == 0
     assert run(tmp_path, "--numbers", "10", "11") == 1

@@ -9,9 +9,17 @@ from typing import Any
 import jax
 import pytest
 
+from experiments import __main__ as command_line, render, results
+
 README = (Path(__file__).parents[1] / "README.md").read_text()
 JAX = README[README.index("## Use it from JAX") : README.index("## The table")]
 BLOCKS = re.findall(r"```python\n(.*?)```", JAX, re.DOTALL)
+
+
+def test_tables_are_those_of_the_results() -> None:
+    """If not: ``python -m experiments plot``."""
+    assert README.count("<!-- results of ") > 10
+    assert render.fill(README, command_line.load, results.FOLDER) == README
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=["nnx", "linen"])
