@@ -332,10 +332,7 @@ EXPERIMENT = Experiment(
     sizes={
         "tiny": Config(("ResNet-18",), ("Input (BN eval)",), ("T5-base",), ("Norm",), 2, 1),
         "quick": Config(
-            ("ResNet-18",),
-            more_models=("T5-base", "Mistral-7B"),
-            more_scenarios=("Norm",),
-            layers=2,
+            *(("ResNet-18",), ("Input (BN eval)",), ("Mistral-7B",), ("Norm",)), layers=2
         ),
         "default": Config(),
     },

@@ -462,6 +462,7 @@ def kept_when_frozen(kind: str) -> int:
 # The figure.
 
 _COLORS = {"stock": "tab:gray", "memsave": "tab:green", "compiled": "tab:orange"}
+_WIDTHS = {"stock": 4.0, "memsave": 1.5}  # of lines, ours upon stock's
 _STYLES: dict[str, Any] = {"all": "-", "4+": "--", "4": "-.", "none": ":"}
 
 
@@ -497,7 +498,7 @@ def _panel(axis: Axes, records: Sequence[Record[Case]], what: str) -> None:
             if "counted" in record.figures:
                 peak = [counted[what] / X + 1 for counted in record.figures["counted"]]
                 (line,) = axis.plot(range(1, len(peak) + 1), peak, color=_COLORS[name])
-                line.set_linestyle(_STYLES[trainable])
+                line.set(linestyle=_STYLES[trainable], linewidth=_WIDTHS[name])
         for name in ("stock", "paper"):
             published = PUBLISHED.get((kind, name, trainable))
             if published and what == "forward":
@@ -529,7 +530,7 @@ EXPERIMENT = Experiment(
         "tiny": Config(
             *(("conv2d", "bn2d eval"), ("4",), ("stock", "memsave")), depth=7, shrink=4096
         ),
-        "quick": Config(*(("conv2d", "bn2d train", "bn2d eval", "linear"), ("4",)), shrink=1024),
+        "quick": Config(("conv2d", "bn2d eval"), ("4",), shrink=1024),
         "default": Config(),
         "paper": Config(shrink=1),
     },

@@ -340,7 +340,7 @@ def memory(case: Case) -> int:
 EXPERIMENT = Experiment(
     sizes={
         "tiny": Config(("Transformer",), ("Input",), batch=2, repeats=3),
-        "quick": Config(scenarios=("All", "Input"), batch=8, repeats=3),
+        "quick": Config(scenarios=("Input",), batch=8, repeats=3),
         "default": Config(),
         "paper": Config(("ResNet-101",), batch=64, repeats=3),
     },

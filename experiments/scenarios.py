@@ -236,7 +236,7 @@ def _legend(axis: Any) -> tuple[list[Any], list[str]]:
     return [*first.values()], [*first]
 
 
-SMALL = ("ResNet-18", "ResNet-101", "MobileNetV3", "ViT", "T5-base", "Mistral-7B")
+SMALL = ("ResNet-18", "ResNet-101", "ViT", "T5-base", "Mistral-7B")
 EXPERIMENT = Experiment(
     sizes={
         "tiny": Config(
