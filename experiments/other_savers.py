@@ -74,10 +74,10 @@ class Config:
     """
 
     models: tuple[str, ...] = ("ResNet-101", "ViT")
-    scenarios: tuple[str, ...] = ("All", "Input", "Input (BN eval)", "Norm")
+    scenarios: tuple[str, ...] = ("All", "Input (BN eval)")
     compiled: tuple[str, ...] = ()
     paper_code: str = ""
-    batch: int = 8
+    batch: int = 4
     layers: int = 2
     size: int = 0
     repeats: int = 3

@@ -97,7 +97,7 @@ def read(folder: Path, name: str) -> list[Plain]:
 
 
 def replace(folder: Path, name: str, fresh: Sequence[Plain], whole: bool) -> None:
-    """Put records in the place of older ones, of the same size and device.
+    """Put records in the place of older ones, of the same size and device; new ones at the end.
 
     Args:
         whole: Whether these are all cases, so that others are not measured any more.
@@ -109,14 +109,19 @@ def replace(folder: Path, name: str, fresh: Sequence[Plain], whole: bool) -> Non
         case = () if whole else (_text(record.case),)
         return (record.settings["size"], record.settings["device"], *case)
 
-    places = {place(record) for record in fresh}
-    kept = [record for record in read(folder, name) if place(record) not in places]
-    _write(folder / f"{name}.jsonl", "".join(_lines([*kept, *fresh])))
+    older = read(folder, name)
+    if whole:
+        places = {place(record) for record in fresh}
+        records = [*(record for record in older if place(record) not in places), *fresh]
+    else:
+        new = {place(record): record for record in fresh}
+        records = [new.pop(place(record), record) for record in older] + [*new.values()]
+    _write(folder / f"{name}.jsonl", "".join(_lines(records)))
 
 
 def _lines(records: Sequence[Plain]) -> Iterator[str]:
     taken = None
-    for record in sorted(records, key=lambda record: _text(record.settings)):
+    for record in records:
         if record.settings != taken:
             taken = record.settings
             yield json.dumps({"settings": taken}) + "\n"
