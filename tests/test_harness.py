@@ -20,6 +20,8 @@ from experiments import __main__ as command_line, harness, render, results
 @pytest.fixture(autouse=True)
 def toy(monkeypatch: pytest.MonkeyPatch) -> None:
     """The command line knows one experiment."""
+    # For the process that cases are forks of, which is to have imported the experiment (and torch).
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
     monkeypatch.setattr(command_line, "EXPERIMENTS", ("toy_experiment",))
     monkeypatch.setattr(command_line, "load", lambda name: toy_experiment.EXPERIMENT)
 
@@ -183,6 +185,7 @@ def submit(folder: Path) -> subprocess.CompletedProcess[str]:
     """In another process: submitit configures logging, which closes what pytest captures."""
     tests = Path(__file__).parent
     options = ("--results", str(folder), "--folder", str(folder), "--parameter", "timeout_min=5")
+    options += ("--numbers", "1", "2")
     return subprocess.run(
         [sys.executable, "-c", SUBMIT, *options],
         env={**os.environ, "PYTHONPATH": f"{tests}:{tests.parent}"},
@@ -198,11 +201,11 @@ def test_independent_jobs_by_the_local_executor(tmp_path):
     first = submit(tmp_path)
     assert first.returncode == 1
     assert "no square of 2" in first.stdout
-    assert squares(tmp_path) == {1: 1, 3: 9}
+    assert squares(tmp_path) == {1: 1}
     before = processes(tmp_path)
     (tmp_path / "2 raises").unlink()
     assert submit(tmp_path).returncode == 0
-    assert squares(tmp_path) == {1: 1, 2: 4, 3: 9}
+    assert squares(tmp_path) == {1: 1, 2: 4}
     assert before.items() <= processes(tmp_path).items()
 
 
