@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from itertools import combinations
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +32,7 @@ from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor, is_legacy_batchedtensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
-from torch.autograd.function import Function, FunctionCtx
+from torch.autograd.function import Function
 from torch.overrides import _get_current_function_mode, _pop_mode_temporarily
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -125,25 +126,38 @@ def differentiable(rule: Rule) -> Callable[..., Any]:
     row, primal, stock_keeps = rule.row, rule.primal, rule.stock_keeps
     function = _function(rule)
     # Not the row's own mappings, which torch.compile cannot trace in every version.
-    names, wantable = tuple(row.args), frozenset(row.reads)
+    names = tuple(row.args)
+    wantable = tuple(place for place, name in enumerate(names) if name in row.reads)
+    plans = {
+        places: Plan.of(row, frozenset(names[place] for place in places))
+        for count in range(1, len(wantable) + 1)
+        for places in combinations(wantable, count)
+    }
 
     def layer(*args: Any, **options: Any) -> Any:
         if not torch.compiler.is_compiling() and _asks_for_layers():
             with _pop_mode_temporarily():
                 return layer(*args, **options)
-        wrt = _mask(names, wantable, args) if torch.is_grad_enabled() else None
-        if not wrt or _stock_only(rule, args, options):
+        wanted = torch.is_grad_enabled() and [
+            place
+            for place in wantable
+            if isinstance(args[place], Tensor) and args[place].requires_grad
+        ]
+        if not wanted or _stock_only(rule, args, options):
             return primal(*args, **options)
-        if stock_keeps is not None and tuple(stock_keeps(wrt, **options)) == row.saves(wrt):
+        plan = plans[tuple(wanted)]
+        if stock_keeps is not None and tuple(stock_keeps(plan.wrt, **options)) == plan.saves:
             y = primal(*args, **options)
-            _notify(row, wrt, {**dict(zip(names, args, strict=True)), "y": _first(y)}, options)
+            if _observer is not None:
+                arrays = {**dict(zip(names, args, strict=True)), "y": _first(y)}
+                _observer(Call(row, plan.wrt, arrays, options))
         elif (dtype := _autocast_dtype(rule, args)) is not None:
             device = args[0].device.type
             cast = _autocast(args, dtype)
             with torch.autocast(device, enabled=False):
-                y = function.apply(wrt, options, *cast)
+                y = function.apply(plan, options, *cast)
         else:
-            y = function.apply(wrt, options, *args)
+            y = function.apply(plan, options, *args)
         return _first(y) if rule.smooth else y
 
     layer.__name__ = layer.__qualname__ = row.name
@@ -151,34 +165,53 @@ def differentiable(rule: Rule) -> Callable[..., Any]:
     return layer
 
 
+class Plan(NamedTuple):
+    """What is known of a call as soon as its mask is.
+
+    Attributes:
+        saves: Names of what is kept.
+        wanted: Of each argument, whether its gradient is wanted.
+    """
+
+    wrt: Mask
+    saves: tuple[str, ...]
+    wanted: tuple[bool, ...]
+
+    @classmethod
+    def of(cls, row: Layer, wrt: Mask) -> Plan:
+        """The plan of a mask."""
+        wanted = tuple(name in wrt for name in row.args)
+        return cls(wrt, row.saves(wrt), wanted)
+
+
 def _function(rule: Rule) -> type[Function]:
     """The autograd function of a rule, named after its row."""
-    row = rule.row
+    row, fwd, bwd = rule.row, rule.fwd, rule.bwd
     names = tuple(row.args)
 
-    def forward(ctx: FunctionCtx, wrt: Mask, options: dict[str, Any], *args: Any) -> Any:
+    def forward(ctx: Any, plan: Plan, options: dict[str, Any], *args: Any) -> Any:
         inplace = row.inplace and options.get("inplace")
-        result, extras = rule.fwd(wrt, *args, **options)
+        result, extras = fwd(plan.wrt, *args, **options)
         y = _first(result)
         if not inplace and not torch.compiler.is_compiling() and y._is_view():
             # Of a batch of one, say. The user may overwrite y, but not a view made in here.
             y = y.data
             result = (y, *result[1:]) if isinstance(result, tuple) else y
-        arrays = {**dict(zip(names, args, strict=True)), "y": y}
-        residuals = {**arrays, **extras}
-        saves = row.saves(wrt)
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*[residuals[name] for name in saves])
-        ctx.wrt = wrt  # type: ignore[attr-defined]
-        ctx.options = options  # type: ignore[attr-defined]
-        ctx.shapes = {  # type: ignore[attr-defined]
+        arrays = dict(zip(names, args, strict=True))
+        arrays["y"] = y
+        ctx.shapes = {
             name: None if array is None else Like.of(array) for name, array in arrays.items()
         }
+        arrays.update(extras)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*[arrays[name] for name in plan.saves])
+        ctx.plan, ctx.options = plan, options
         if inplace:
             ctx.mark_dirty(args[0])
-        _notify(row, wrt, residuals, options)
+        if _observer is not None:
+            _observer(Call(row, plan.wrt, arrays, options))
         if rule.smooth:
-            return y, *[extras[name] for name in row.extras if name in saves]
+            return y, *[extras[name] for name in row.extras if name in plan.saves]
         if isinstance(result, tuple):
             ctx.mark_non_differentiable(*result[1:])
         return result
@@ -186,21 +219,23 @@ def _function(rule: Rule) -> type[Function]:
     def backward(ctx: Any, *gs: Tensor | None) -> tuple[Tensor | None, ...]:
         if all(g is None for g in gs):
             return (None, None, *(None for _ in names))
-        assert rule.bwd is not None
+        assert bwd is not None
+        plan: Plan = ctx.plan
         g: Any = _with_extras(ctx, gs) if rule.smooth else gs[0]
-        saved = dict(zip(row.saves(ctx.wrt), ctx.saved_tensors, strict=True))
+        saved = dict(zip(plan.saves, ctx.saved_tensors, strict=True))
         if not torch.compiler.is_compiling():
-            saved = Residuals(row, ctx.wrt, saved)
+            saved = Residuals(row, plan.wrt, saved)
         # The caller may run backward under autocast; gradients have the dtypes of forward.
         device = next(one.device.type for one in gs if one is not None)
         amp = amp_enabled(device)
         with torch.autocast(device, enabled=False) if amp else nullcontext():
-            grads = rule.bwd(g, ctx.wrt, saved, ctx.shapes, **ctx.options)
-        return (None, None, *(grads[name] if name in ctx.wrt else None for name in names))
+            grads = bwd(g, plan.wrt, saved, ctx.shapes, **ctx.options)
+        each = zip(names, plan.wanted, strict=True)
+        return (None, None, *[grads[name] if wanted else None for name, wanted in each])
 
     def _with_extras(ctx: Any, gs: tuple[Tensor | None, ...]) -> dict[str, Tensor]:
         """The gradient of ``y``, and of the extras that have one."""
-        saves, like = row.saves(ctx.wrt), ctx.shapes["y"]
+        saves, like = ctx.plan.saves, ctx.shapes["y"]
         extras = [name for name in row.extras if name in saves]
         given = {n: g for n, g in zip(("y", *extras), gs, strict=True) if g is not None}
         if "y" not in given:
@@ -232,25 +267,8 @@ def observe(observer: Callable[[Call], None]) -> Iterator[None]:
         _observer = before
 
 
-def _notify(
-    row: Layer, wrt: Mask, arrays: Mapping[str, Tensor | None], options: Mapping[str, Any]
-) -> None:
-    if _observer is not None:
-        _observer(Call(row, wrt, arrays, options))
-
-
 def _first(y: Any) -> Tensor:
     return y[0] if isinstance(y, tuple) else y
-
-
-def _mask(names: tuple[str, ...], wantable: Mask, args: tuple[Any, ...]) -> Mask:
-    return frozenset(
-        [
-            name
-            for name, arg in zip(names, args, strict=True)
-            if name in wantable and isinstance(arg, Tensor) and arg.requires_grad
-        ]
-    )
 
 
 def _stock_only(rule: Rule, args: tuple[Any, ...], options: Mapping[str, Any]) -> bool:

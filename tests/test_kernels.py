@@ -1,9 +1,15 @@
-"""Packing is exact, in storage order, the inverse of unpacking, and the same when compiled."""
+"""Packing is exact, in storage order, the inverse of unpacking, and the same when compiled; and
+whatever implements a kernel computes what the reference does, bit for bit.
+"""
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import pytest
@@ -11,9 +17,12 @@ import torch
 from hypothesis import given, strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from memsave import kernels
 from memsave.kernels import pack, reference, unpack
 from memsave.kernels.reference import Like
+from memsave.layers import norm as norms
 
 ONES = {
     torch.bool: True,
@@ -73,10 +82,10 @@ def test_unpack_is_the_inverse(case: Bits, dtype: torch.dtype) -> None:
 
 
 @given(bits(), st.sampled_from([dtype for dtype in ONES if dtype.is_floating_point]))
-def test_unpack_divides_as_torch_does(case: Bits, dtype: torch.dtype) -> None:
+def test_unpack_puts_another_value_elsewhere(case: Bits, dtype: torch.dtype) -> None:
     packed = pack(case.mask.clone(), case.like)
-    tensor = unpack(packed, case.like, 1, dtype, over=0.3)
-    assert tensor.equal(case.mask.to(dtype).div(0.3))
+    tensor = unpack(packed, case.like, 0.3, dtype, 0.7)
+    assert tensor.equal(torch.where(case.mask, *(torch.tensor(v, dtype=dtype) for v in (0.3, 0.7))))
 
 
 @given(bits(dense=True))
@@ -102,10 +111,10 @@ def test_traced_variants_agree(case: Bits, dtype: torch.dtype) -> None:
     packed = pack(mask.clone(), Like.of(mask))
     assert reference._pack_traced(mask).equal(packed)
     one = ONES[dtype]
-    over = 3 if dtype.is_floating_point else 1
-    tensor = reference._unpack_traced(packed, mask.shape, one, dtype, over)
-    assert tensor.dtype == dtype
-    assert tensor.equal(unpack(packed, Like.of(mask), one, dtype, over))
+    for off in (0, 3):
+        tensor = reference._unpack_traced(packed, mask.shape, one, dtype, off)
+        assert tensor.dtype == dtype
+        assert tensor.equal(unpack(packed, Like.of(mask), one, dtype, off))
 
 
 def test_compiled_code_uses_the_traced_variants() -> None:
@@ -137,3 +146,199 @@ def test_fake_tensors_leave_the_table_real(cached: bool) -> None:
         fake = unpack(mode.from_tensor(packed), like, 3.0, torch.float32)
     assert (fake.shape, fake.dtype) == (mask.shape, torch.float32)
     assert unpack(packed, like, 3.0, torch.float32).tolist() == [3.0, 0.0, 3.0]
+
+
+FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+#: Of a call in one thread, with a part of a block and of a byte left; and of one in several.
+SIZES = (0, 1, 7, 64, 65, 1000, 3 * 40961)
+
+
+def values(size: int, dtype: torch.dtype, seed: int) -> Tensor:
+    """Random numbers, some of which are zeros, infinite, or nan."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(size, generator=generator)
+    special = torch.tensor([0.0, -0.0, math.inf, -math.inf, math.nan, -math.nan, 1.0, -1.0])
+    places = torch.randint(3 * len(special), (size,), generator=generator)
+    return torch.where(places < len(special), special[places % len(special)], x).to(dtype)
+
+
+def same(actual: Tensor, expected: Tensor) -> bool:
+    """Whether two tensors are the same to the bit, in the same layout; any nan is a nan."""
+    nan = expected.isnan()
+    integers = [
+        t.masked_fill(nan, 0).view(reference.INTEGERS[t.itemsize]) for t in (actual, expected)
+    ]
+    layout = (actual.dtype, actual.shape, actual.stride())
+    return (
+        layout == (expected.dtype, expected.shape, expected.stride())
+        and actual.isnan().equal(nan)
+        and integers[0].equal(integers[1])
+    )
+
+
+@pytest.fixture(params=kernels.IMPLEMENTATIONS, ids=lambda module: module.__name__)
+def fast(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """An implementation that is not the reference, with several threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def test_the_kernels_for_the_cpu_are_compiled() -> None:
+    """Where the tests run, there is a compiler; otherwise the tests below would test nothing."""
+    assert "memsave.kernels.native" in [module.__name__ for module in kernels.IMPLEMENTATIONS]
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("inplace", [False, True])
+def test_relu(fast: Any, size: int, dtype: torch.dtype, inplace: bool) -> None:
+    x = values(size, dtype, seed=size)
+    given = x.clone()
+    version = given._version
+    y, bits = fast.relu(given, inplace)
+    expected = reference.relu(x.clone(), inplace)
+    assert same(y, expected[0])
+    assert bits.equal(expected[1])
+    assert (y is given, given._version > version) == (inplace, inplace)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("test", [*reference.TESTS])
+def test_compare(fast: Any, size: int, dtype: torch.dtype, test: str) -> None:
+    x = values(size, dtype, seed=size)
+    like = Like.of(x)
+    for bounds in ((-1.0, 1.0), (0.0, 0.0), (0.1, math.nan)):
+        bits = fast.compare(x, like, test, *bounds)
+        assert bits is None or bits.equal(reference.compare(x, like, test, *bounds))
+        assert (bits is None) == (x.itemsize < 4)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_bits_applied(fast: Any, size: int, dtype: torch.dtype) -> None:
+    g = values(size, dtype, seed=size)
+    like = Like.of(g)
+    mask = values(size, torch.float32, seed=size + 1) > 0
+    bits = reference.pack(mask.clone(), like)
+    assert fast.pack(mask, like).equal(bits)
+    assert same(fast.select(g, bits, like), reference.select(g, bits, like))
+    for inplace in (False, True):
+        scaled = fast.scale(g.clone(), bits, like, 2.5, 0.0, inplace)
+        if dtype in (torch.float32, torch.float64):
+            assert same(scaled, reference.scale(g.clone(), bits, like, 2.5, 0.0, inplace))
+
+
+@given(bits(), st.booleans())
+def test_every_layout(case: Bits, contiguous: bool) -> None:
+    """Of what the bits describe, and of a gradient that comes in another."""
+    generator = torch.Generator().manual_seed(0)
+    g = torch.randn(case.mask.shape, generator=generator)
+    if not contiguous:
+        g = torch.stack([g, g], dim=-1)[..., 0]
+    packed = pack(case.mask.clone(), case.like)
+    assert kernels.select(g, packed, case.like).equal(torch.where(case.mask, g, 0.0))
+    scaled = torch.where(case.mask, g * 2.0, g * 0.5)
+    assert kernels.scale(g, packed, case.like, 2.0, 0.5).equal(scaled)
+    like = torch.empty_strided(case.like.shape, case.like.stride).copy_(g)
+    above = kernels.compare(like, Like.of(like), "above", 0.0, 0.0)
+    assert unpack(above, Like.of(like), True, torch.bool).equal(like > 0)
+    y, positive = kernels.relu(like.clone(), False)
+    assert y.equal(like.relu())
+    assert unpack(positive, Like.of(y), True, torch.bool).equal(like > 0)
+
+
+def test_modes_see_every_operation() -> None:
+    """Such as those that count operations: what has no operation is left to the reference."""
+    x = torch.randn(64)
+
+    class Log(TorchDispatchMode):
+        names: ClassVar[list[str]] = []
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            self.names.append(func.__name__)
+            return func(*args, **(kwargs or {}))
+
+    with Log():
+        kernels.relu(x, False)
+    assert "relu.default" in Log.names
+
+
+def test_a_negated_view_has_other_values_than_its_memory() -> None:
+    x = torch._neg_view(torch.randn(8))
+    assert x.is_neg()
+    y, _ = kernels.relu(x, False)
+    assert y.equal(x.clone().relu())
+
+
+def test_a_fork_has_no_threads_of_its_parent() -> None:
+    """Which would let it wait for ever, as it does in torch's own operations."""
+    code = """
+import os, torch
+from memsave.kernels import native
+
+x = torch.randn(1 << 20)
+native.relu(x, False)
+child = os.fork()
+if not child:
+    y, _ = native.relu(x, False)
+    os._exit(not (y.numpy() == x.numpy().clip(0)).all())
+os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_threads_at_once() -> None:
+    xs = [torch.randn(1 << 18, generator=torch.Generator().manual_seed(k)) for k in range(8)]
+    with ThreadPoolExecutor(4) as threads:
+        results = list(threads.map(lambda x: kernels.relu(x, False), xs * 4))
+    for x, (y, bits) in zip(xs * 4, results, strict=True):
+        assert y.equal(x.relu())
+        assert bits.equal(reference.pack(x > 0, Like.of(x)))
+
+
+@pytest.mark.parametrize("kept", ["x", "y"])
+@pytest.mark.parametrize("centered", [True, False])
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("shape", [(1, 1), (3, 70), (5, 3, 5000), (20000, 20)])
+def test_norm(
+    fast: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    shape: tuple[int, ...],
+    affine: bool,
+    centered: bool,
+    kept: str,
+) -> None:
+    """The reference is the formula by operations; sums are taken in another order."""
+    generator = torch.Generator().manual_seed(0)
+    x, g = (torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(2))
+    weight, bias = torch.rand(2, shape[-1], generator=generator, dtype=torch.float64) + 0.5
+    mean = x.mean(-1) if centered else torch.zeros(shape[:-1], dtype=x.dtype)
+    rstd = torch.rand(shape[:-1], generator=generator, dtype=x.dtype)
+    xhat = (x - mean[..., None]) * rstd[..., None]
+    y = xhat * weight + bias * centered if affine else xhat
+    saved = {"x": x, "y": y, "mean": mean, "rstd": rstd, "weight": None, "bias": None}
+    shapes = {"x": Like.of(x), "weight": Like.of(weight), "bias": Like.of(bias)}
+    wanted = {"x"}
+    if affine:
+        saved |= {"weight": weight, "bias": bias if centered else None}
+        wanted |= {"weight", "bias"} if centered else {"weight"}
+
+    def gradients(wrt: frozenset[str]) -> Any:
+        of = norms.from_input if kept == "x" else norms._from_output
+        with torch.no_grad():
+            return of({"y": g}, wrt, saved, shapes, None, centered=centered)
+
+    for wrt in (frozenset(wanted), frozenset({"x"}), frozenset(wanted - {"x"})):
+        if wrt:
+            with monkeypatch.context() as patch:
+                patch.setattr(kernels, "norm", fast.norm)
+                actual = gradients(wrt)
+            with monkeypatch.context() as patch:
+                patch.setattr(kernels, "norm", reference.norm)
+                expected = gradients(wrt)
+            assert actual.keys() == expected.keys() == wrt
+            for name, grad in actual.items():
+                torch.testing.assert_close(grad, expected[name], rtol=1e-10, atol=1e-10)

@@ -17,7 +17,7 @@ from experiments.results import Record
 
 @dataclass(frozen=True)
 class Config:
-    """Numbers, and a folder in which a file ``broken`` makes the odd ones fail."""
+    """Numbers, and a folder in which a file ``2 raises`` or ``2 dies`` makes the second fail."""
 
     numbers: tuple[int, ...] = (1, 2, 3)
     folder: str = ""

@@ -113,8 +113,8 @@ def _dropout_bwd(g: Tensor, wrt: Mask, saved: Saved, shapes: Shapes, *, p: float
     # Stock's fused kernel rounds no factor to a dtype of less than 32 bits, the other op does.
     fused = dropouts._fused(g, inplace=False)
     dtype = torch.promote_types(weight.dtype, torch.float32) if fused else weight.dtype
-    one, over = (1 / (1 - p), 1) if fused else (1, 1 - p)
-    noise = kernels.unpack(saved["kept"], like, one, dtype, over)
+    factor = 1 / (1 - p) if fused else dropouts._factor(p, dtype)
+    noise = kernels.unpack(saved["kept"], like, factor, dtype)
     return _gradients(g, wrt, saved, shapes, lambda x: (x * noise).to(weight.dtype))
 
 

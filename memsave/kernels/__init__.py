@@ -1,9 +1,52 @@
-"""Bit packing: one bit per element, in the storage order of the tensor that the bits describe.
+"""Bits in the place of tensors: one per element, in the storage order of what they describe.
 
-One interface, whatever computes it: :func:`pack` and :func:`unpack`. The reference in plain torch
-(:mod:`memsave.kernels.reference`) runs everywhere.
+One interface, whatever computes it. :mod:`memsave.kernels.reference`, in plain torch, runs
+everywhere and says what each function is. The others are faster where they apply, and may be
+missing: :mod:`memsave.kernels.native` on CPU, which is compiled when the package is installed.
 """
 
-from .reference import pack, unpack
+from __future__ import annotations
 
-__all__ = ["pack", "unpack"]
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from . import reference
+
+IMPLEMENTATIONS: list[Any] = []
+for _name in ("native",):
+    try:
+        IMPLEMENTATIONS.append(importlib.import_module(f".{_name}", __name__))
+    except ImportError:  # not compiled, or for a framework that is not there
+        continue
+
+
+def _fastest(name: str) -> Callable[..., Any]:
+    """What the first implementation that applies returns; the reference's where none does."""
+    function = getattr(reference, name)
+    others = [getattr(implementation, name) for implementation in IMPLEMENTATIONS]
+
+    def kernel(*args: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            for other in others:
+                result = other(*args)
+                if result is not None:
+                    return result
+        return function(*args)
+
+    kernel.__name__ = kernel.__qualname__ = name
+    kernel.__doc__ = function.__doc__
+    return kernel
+
+
+relu = _fastest("relu")
+compare = _fastest("compare")
+norm = _fastest("norm")
+select = _fastest("select")
+scale = _fastest("scale")
+pack = _fastest("pack")
+unpack = reference.unpack
+
+__all__ = ["compare", "norm", "pack", "relu", "scale", "select", "unpack"]

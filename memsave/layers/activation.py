@@ -5,6 +5,7 @@ Each says where the gradient passes as stock's does, nan and the kinks included.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -18,8 +19,6 @@ from ..kernels.reference import Like
 from ..spec import Layer
 from .module import drop_in
 
-#: Masks are applied to the bits of a float as an integer of its size.
-BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 #: As torch has it, for float64 too.
 ONE_SIXTH = torch.tensor(1 / 6, dtype=torch.float32).item()
 
@@ -30,17 +29,19 @@ def _mask(bits: Tensor, like: Like | None) -> Tensor:
 
 
 def _select(g: Tensor, bits: Tensor, like: Like | None) -> Tensor:
-    """``g`` where a bit is set and +0 elsewhere, whatever stands there (inf, nan).
-
-    torch's ``where`` on CPU costs four times as much as this bitwise "and", which has no
-    derivative, however.
-    """
+    """``g`` where a bit is set and +0 elsewhere, whatever stands there (inf, nan)."""
     assert like is not None
     if torch.compiler.is_compiling() or not is_plain_gradient(g):
         return torch.where(_mask(bits, like), g, 0.0)
-    integer = BITS[g.itemsize]
-    ones = kernels.unpack(bits, like, -1, integer)
-    return ones.bitwise_and_(g.view(integer)).view(g.dtype)
+    return kernels.select(g, bits, like)
+
+
+def _scale(g: Tensor, bits: Tensor, like: Like | None, slope: float) -> Tensor:
+    """``g`` where a bit is set and ``g * slope`` elsewhere. (torch does not round the slope.)"""
+    assert like is not None
+    if torch.compiler.is_compiling() or not is_plain_gradient(g) or g.itemsize < 4:
+        return torch.where(_mask(bits, like), g, g * slope)
+    return kernels.scale(g, bits, like, 1.0, slope)
 
 
 def _relu_primal(x: Tensor, *, inplace: bool = False) -> Tensor:
@@ -48,10 +49,8 @@ def _relu_primal(x: Tensor, *, inplace: bool = False) -> Tensor:
 
 
 def _relu_fwd(wrt: Mask, x: Tensor, *, inplace: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
-    y = F.relu(x, inplace)
-    # Stock passes a gradient unless y <= 0, hence also where y is nan. y is never negative, so that
-    # is where it is not zero, and torch converts to bool four times as fast as it compares.
-    return y, {"positive": kernels.pack(y.bool(), Like.of(y))}
+    y, positive = kernels.relu(x, inplace)
+    return y, {"positive": positive}
 
 
 def _relu_bwd(
@@ -67,20 +66,23 @@ _relu_from_output = define(spec.RELU_FROM_OUTPUT, _relu_primal)
 def _define(
     row: Layer,
     primal: Callable[..., Tensor],
-    where: Callable[..., Tensor],
+    test: Callable[..., tuple[str, float, float]],
     gradient: Callable[..., Tensor],
 ) -> Callable[..., Tensor]:
-    """The rule of a row whose one extra says ``where`` (of ``x`` and the options) something holds.
+    """The rule of a row whose one extra says where a test of ``x`` holds.
 
     Args:
+        test: ``test(**options)``: one of :data:`memsave.kernels.reference.TESTS`, and its bounds.
         gradient: ``gradient(g, bits, like, **options)``.
     """
     (extra,) = row.extras
 
     def fwd(wrt: Mask, x: Tensor, **options: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        mask = where(x, **options)  # first: y may overwrite x
+        if options.get("inplace"):  # y overwrites x
+            bits = kernels.compare(x, Like.of(x), *test(**options))
+            return primal(x, **options), {extra: bits}
         y = primal(x, **options)
-        return y, {extra: kernels.pack(mask, Like.of(y))}
+        return y, {extra: kernels.compare(x, Like.of(y), *test(**options))}
 
     def bwd(g: Tensor, wrt: Mask, saved: Saved, shapes: Shapes, **options: Any) -> Grads:
         return {"x": gradient(g, saved[extra], shapes["y"], **options)}
@@ -95,52 +97,50 @@ def _where_it_passes(g: Tensor, bits: Tensor, like: Like | None, **_: Any) -> Te
 _leaky_relu = _define(
     spec.LEAKY_RELU,
     lambda x, negative_slope, inplace=False: F.leaky_relu(x, negative_slope, inplace),
-    lambda x, **_: x > 0,
-    lambda g, bits, like, negative_slope, **_: torch.where(
-        _mask(bits, like), g, g * negative_slope
-    ),
+    lambda **_: ("above", 0.0, 0.0),
+    lambda g, bits, like, negative_slope, **_: _scale(g, bits, like, negative_slope),
 )
 _relu6 = _define(
     spec.RELU6,
     lambda x, inplace=False: F.relu6(x, inplace),
-    lambda x, **_: ((x <= 0) | (x >= 6)).logical_not_(),
+    lambda **_: ("not_outside", 0.0, 6.0),
     _where_it_passes,
 )
 _hardtanh = _define(
     spec.HARDTANH,
     lambda x, min_val, max_val, inplace=False: F.hardtanh(x, min_val, max_val, inplace),
-    lambda x, min_val, max_val, **_: ((x <= min_val) | (x >= max_val)).logical_not_(),
+    lambda min_val, max_val, **_: ("not_outside", min_val, max_val),
     _where_it_passes,
 )
 _threshold = _define(
     spec.THRESHOLD,
     lambda x, threshold, value, inplace=False: F.threshold(x, threshold, value, inplace),
-    lambda x, threshold, **_: (x <= threshold).logical_not_(),
+    lambda threshold, **_: ("not_outside", threshold, math.nan),
     _where_it_passes,
 )
 _hardsigmoid = _define(
     spec.HARDSIGMOID,
     lambda x, inplace=False: F.hardsigmoid(x, inplace),
-    lambda x, **_: (x > -3) & (x < 3),
+    lambda **_: ("within", -3.0, 3.0),
     lambda g, bits, like, **_: _select(g, bits, like) * ONE_SIXTH,
 )
 _hardshrink = _define(
     spec.HARDSHRINK,
     lambda x, lambd: F.hardshrink(x, lambd),
-    lambda x, lambd: ((x >= -lambd) & (x <= lambd)).logical_not_(),
+    lambda lambd: ("not_inside", -lambd, lambd),
     _where_it_passes,
 )
 _softshrink = _define(
     spec.SOFTSHRINK,
     lambda x, lambd: F.softshrink(x, lambd),
-    lambda x, lambd: ((x >= -lambd) & (x <= lambd)).logical_not_(),
+    lambda lambd: ("not_inside", -lambd, lambd),
     _where_it_passes,
 )
 
 
 def _prelu_fwd(wrt: Mask, x: Tensor, weight: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     y = F.prelu(x, weight)
-    return y, {"positive": kernels.pack(x > 0, Like.of(y))}
+    return y, {"positive": kernels.compare(x, Like.of(y), "above", 0.0, 0.0)}
 
 
 def _prelu_slope(g: Tensor, positive: Tensor, weight: Tensor) -> Tensor:

@@ -68,7 +68,7 @@ def _zeros(g: Tensor, wrt: Mask, shapes: Shapes) -> Grads:
     return {name: g.new_zeros(like.shape, dtype=like.dtype) for name, like in likes.items() if like}
 
 
-def _weight_or_ones(weight: Tensor | None, g: Tensor, shapes: Shapes) -> Tensor | None:
+def weight_or_ones(weight: Tensor | None, g: Tensor, shapes: Shapes) -> Tensor | None:
     """The weight for a kernel that does not read it: without one, the kernel's own derivative
     leaves out the gradients of weight and bias.
     """
@@ -92,7 +92,7 @@ def _bwd_eval(g: Tensor, wrt: Mask, saved: Saved, shapes: Shapes, *, eps: float)
         mean, var = saved["running_mean"], saved["running_var"]
         mask = [False, True, False]
         grads["weight"] = torch.ops.aten.native_batch_norm_backward(
-            g, saved["x"], _weight_or_ones(None, g, shapes), mean, var, None, None, False, eps, mask
+            g, saved["x"], weight_or_ones(None, g, shapes), mean, var, None, None, False, eps, mask
         )[1].to(shapes["weight"].dtype)  # type: ignore[union-attr]
     if "bias" in wrt:
         grads["bias"] = _bias_gradient(g, shapes)
@@ -106,7 +106,7 @@ def _bwd_train(
         return _zeros(g, wrt, shapes)
     if wrt == {"bias"}:
         return {"bias": _bias_gradient(g, shapes)}
-    weight = _weight_or_ones(saved["weight"] if "x" in wrt else None, g, shapes)
+    weight = weight_or_ones(saved["weight"] if "x" in wrt else None, g, shapes)
     mask = [name in wrt for name in ("x", "weight", "bias")]
     # Stock's op: its own derivative accounts for mean and rstd being functions of x.
     dx, dweight, dbias = torch.ops.aten.native_batch_norm_backward(

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .. import kernels, spec
 from ..function import Grads, Mask, Saved, Shapes, define, is_plain_gradient, outside_of_vmap
@@ -35,13 +37,21 @@ def _fwd(
     kept.bernoulli_(1 - p)
     like = Like.of(x if inplace else kept)
     bits = kernels.pack(kept.bool(), like)
-    noise = kernels.unpack(bits, like, 1, x.dtype, over=1 - p)
-    return (x.mul_(noise) if inplace else noise.mul_(x)), {"kept": bits}
+    return kernels.scale(x, bits, like, _factor(p, x.dtype), 0.0, inplace), {"kept": bits}
 
 
-def _apply(g: Tensor, noise: Tensor) -> Tensor:
-    """``g * noise``, in the place of ``noise`` unless it is to be differentiated."""
-    return noise.mul_(g) if is_plain_gradient(g) else g * noise
+@lru_cache(maxsize=64)
+def _factor(p: float, dtype: torch.dtype) -> float:
+    """``1 / (1 - p)``, as torch rounds it."""
+    with _disable_current_modes():  # in which tensors may have no values
+        return torch.ones((), dtype=dtype, device="cpu").div_(1 - p).item()
+
+
+def _scale(g: Tensor, bits: Tensor, like: Like, factor: float) -> Tensor:
+    """``g * factor`` where a bit is set, else ``g * 0``."""
+    if is_plain_gradient(g):
+        return kernels.scale(g, bits, like, factor, 0.0)
+    return g * kernels.unpack(bits, like, factor, g.dtype)
 
 
 def _bwd(
@@ -50,11 +60,10 @@ def _bwd(
     like = shapes["y"]
     assert like is not None
     if not _fused(g, inplace):
-        return {"x": _apply(g, kernels.unpack(saved["kept"], like, 1, g.dtype, 1 - p))}
+        return {"x": _scale(g, saved["kept"], like, _factor(p, g.dtype))}
     # The fused kernel multiplies by the reciprocal, in at least float32.
     wide = torch.promote_types(g.dtype, torch.float32)
-    noise = kernels.unpack(saved["kept"], like, 1 / (1 - p), wide, 1)
-    return {"x": _apply(g, noise).to(g.dtype)}
+    return {"x": _scale(g.to(wide), saved["kept"], like, 1 / (1 - p)).to(g.dtype)}
 
 
 def _generator(device: torch.device) -> torch.Generator:
@@ -85,7 +94,7 @@ def _bwd_rng(
             noise = _primal(ones, p=p, inplace=inplace)
     finally:
         generator.set_state(now)
-    return {"x": _apply(g, noise)}
+    return {"x": noise.mul_(g) if is_plain_gradient(g) else g * noise}
 
 
 # Regenerating the mask draws every random number twice. Where both rows are timed, the row of bits
@@ -124,7 +133,7 @@ def _alpha_bwd(
 ) -> Grads:
     like = shapes["y"]
     assert like is not None
-    return {"x": _apply(g, kernels.unpack(saved["kept"], like, _alpha_scale(p), g.dtype))}
+    return {"x": _scale(g, saved["kept"], like, _alpha_scale(p))}
 
 
 def _feature_primal(x: Tensor, *, p: float, inplace: bool = False) -> Tensor:
@@ -146,7 +155,7 @@ def _feature_bwd(
     g: Tensor, wrt: Mask, saved: Saved, shapes: Shapes, *, p: float, inplace: bool = False
 ) -> Grads:
     channels = g.new_empty((*g.shape[:2], *[1] * (g.ndim - 2)))
-    noise = kernels.unpack(saved["kept"], Like.of(channels), 1, g.dtype, 1 - p)
+    noise = kernels.unpack(saved["kept"], Like.of(channels), _factor(p, g.dtype), g.dtype)
     return {"x": g * noise}
 
 

@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .. import spec
-from ..function import Grads, Mask, Saved, Shapes, define, is_traced
-from .batch_norm import batch_norm, wide_dtype
+from .. import kernels, spec
+from ..function import Grads, Mask, Saved, Shapes, define, is_plain_gradient, is_traced
+from ..kernels.reference import Rows
+from .batch_norm import batch_norm, weight_or_ones, wide_dtype
 from .module import drop_in
 from .shape import FORMATS, in_format
 
@@ -78,6 +79,42 @@ def _gradients(
     return {name: _like(grad, shapes, name) for name, grad in grads.items()}
 
 
+def _at_once(
+    gs: Gs,
+    wrt: Mask,
+    saved: Saved,
+    shapes: Shapes,
+    groups: int | None,
+    kept: str,
+    centered: bool,
+    shift: float = 0.0,
+) -> Grads | None:
+    """By a kernel, if there is one, of which no derivative is asked."""
+    if groups is not None or gs.keys() != {"y"} or wrt == {"bias"} or not _is_final(gs["y"]):
+        return None
+    from_output = kept == "y"
+    rows = Rows(
+        gs["y"],
+        saved[kept],
+        saved["mean"] if centered and not from_output else None,
+        saved["rstd"] if "x" in wrt or not from_output else None,
+        saved["weight"] if "x" in wrt or from_output else None,
+        saved["bias"] if centered and from_output else None,
+        shift,
+        from_output,
+        centered,
+    )
+    grads = kernels.norm(rows, wrt)
+    return grads and {name: _like(grad, shapes, name) for name, grad in grads.items()}
+
+
+def _is_final(g: Tensor) -> bool:
+    """Whether the gradients are not to be differentiated."""
+    return (
+        not torch.compiler.is_compiling() and not torch.is_grad_enabled() and is_plain_gradient(g)
+    )
+
+
 def _formatted(grads: Grads, shapes: Shapes) -> Grads:
     """Where stock's gradient has the memory format of ``x``."""
     return {**grads, "x": in_format(grads["x"], shapes["x"])} if "x" in grads else grads
@@ -121,6 +158,8 @@ def from_input(
         centered: Whether there is a mean.
         shift: What the layer adds to its weight.
     """
+    if (fast := _at_once(gs, wrt, saved, shapes, groups, "x", centered, shift)) is not None:
+        return fast
     xhat = rstd = weight = None
     if wrt != {"bias"}:
         rstd, xhat = _statistic(saved["rstd"], groups), _grouped(saved["x"], groups)
@@ -134,6 +173,8 @@ def _from_output(
     gs: Gs, wrt: Mask, saved: Saved, shapes: Shapes, groups: int | None, *, centered: bool = True
 ) -> Grads:
     """By ``xhat = (y - bias) / weight``."""
+    if (fast := _at_once(gs, wrt, saved, shapes, groups, "y", centered)) is not None:
+        return fast
     xhat = rstd = weight = None
     if wrt != {"bias"}:
         xhat = _grouped(saved["y"], groups)
@@ -170,9 +211,7 @@ def _layer_bwd(g: Tensor, wrt: Mask, saved: Saved, shapes: Shapes, *, eps: float
     bias, weight = shapes["bias"], saved["weight"] if "x" in wrt else None
     if bias is not None:
         bias = g.new_empty(1, dtype=bias.dtype).expand(bias.shape)
-    like = shapes["weight"] or shapes["bias"]
-    if weight is None and like is not None:
-        weight = torch.ones(like.shape, dtype=like.dtype, device=g.device)
+    weight = weight_or_ones(weight, g, shapes)
     # Stock's op: its own derivative accounts for mean and rstd being functions of x.
     grads = torch.ops.aten.native_layer_norm_backward(
         g, saved["x"], g.shape[-1:], saved["mean"], saved["rstd"], weight, bias, mask
@@ -245,7 +284,35 @@ def _memory_format(x: Tensor) -> torch.memory_format | None:
 def _group_bwd(
     gs: Gs, wrt: Mask, saved: Saved, shapes: Shapes, *, num_groups: int, eps: float
 ) -> Grads:
+    like = shapes["x"]
+    assert like is not None
+    if gs.keys() == {"y"} and wrt != {"bias"} and _is_final(gs["y"]) and like.shape.numel():
+        return _group_bwd_at_once(gs["y"], wrt, saved, shapes, num_groups)
     return _formatted(from_input(gs, wrt, saved, shapes, num_groups), shapes)
+
+
+def _group_bwd_at_once(
+    g: Tensor, wrt: Mask, saved: Saved, shapes: Shapes, num_groups: int
+) -> Grads:
+    """By stock's kernel, whose own derivative does not know that the statistics depend on x."""
+    x = saved["x"]
+    memory_format = _memory_format(x) or torch.contiguous_format
+    weight = weight_or_ones(saved["weight"] if "x" in wrt else None, g, shapes)
+    n, c, *s = x.shape
+    names = ("x", "weight", "bias")
+    grads = torch.ops.aten.native_group_norm_backward(
+        g.contiguous(memory_format=memory_format),
+        x.contiguous(memory_format=memory_format),
+        saved["mean"],
+        saved["rstd"],
+        None if weight is None else weight.contiguous(),
+        n,
+        c,
+        math.prod(s),
+        num_groups,
+        [name in wrt for name in names],
+    )
+    return {name: grad for name, grad in zip(names, grads, strict=True) if name in wrt}
 
 
 def _group_bwd_from_output(
@@ -320,15 +387,13 @@ def _as_one(x: Tensor) -> Tensor:
 def _instance_bwd(
     g: Tensor, wrt: Mask, saved: Saved, shapes: Shapes, *, momentum: float, eps: float
 ) -> Grads:
-    n, like = g.shape[0], shapes["weight"] or shapes["bias"]
+    n = g.shape[0]
     if not g.numel():  # the kernel divides by the number of elements
         wanted = {name: shapes[name] for name in wrt}
         return {n: g.new_zeros(w.shape, dtype=w.dtype) for n, w in wanted.items() if w is not None}
     if wrt == {"bias"}:
         return {"bias": _like(_grouped(g, g.shape[1]).sum((0, 3)), shapes, "bias")}
-    weight = saved["weight"] if "x" in wrt else None
-    if weight is None and like is not None:
-        weight = torch.ones(like.shape, dtype=like.dtype, device=g.device)
+    weight = weight_or_ones(saved["weight"] if "x" in wrt else None, g, shapes)
     mean, rstd = saved["mean"].flatten(), saved["rstd"].flatten()
     mask = ["x" in wrt, "weight" in wrt, "bias" in wrt]
     dx, dweight, dbias = torch.ops.aten.native_batch_norm_backward(

@@ -1,0 +1,316 @@
+/* Kernels for the CPU: one pass over memory where torch's operations take several.
+
+   A module of Python's stable ABI that knows nothing of torch but addresses. native.py calls it, and
+   says what each loop computes. Arrays are dense and in storage order; eight elements share a byte of
+   bits, the first in the lowest. */
+
+#define Py_LIMITED_API 0x030b0000
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <stdint.h>
+#include <string.h>
+
+typedef Py_ssize_t size;
+
+/* What some of the work is, from start to end, and by which thread. */
+typedef void Loop(const void *work, size start, size end, size thread);
+
+typedef struct {
+    const void *x;
+    void *y;
+    uint8_t *bits;
+    double a, b;
+} Arrays;
+
+/* The compiler makes each loop for several instruction sets; which one runs is found at load. */
+#if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__)
+#define LOOP static __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#else
+#define LOOP static
+#endif
+
+/* Elements do not depend on each other, also where y is x. */
+#if defined(__clang__)
+#define EACH _Pragma("clang loop vectorize(assume_safety)")
+#elif defined(__GNUC__)
+#define EACH _Pragma("GCC ivdep")
+#else
+#define EACH
+#endif
+
+/* Eight bytes of 0 or 1 to the bits of a byte, and back to bytes that are 0 or not. */
+
+static inline uint64_t little_endian(uint64_t eight) {
+#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
+    return __builtin_bswap64(eight);
+#else
+    return eight;
+#endif
+}
+
+static inline void gather(const uint8_t *flags, uint8_t *byte) {
+    uint64_t eight;
+    memcpy(&eight, flags, 8);
+    *byte = (uint8_t)(little_endian(eight) * 0x0102040810204080u >> 56);
+}
+
+static inline void spread(const uint8_t *byte, uint8_t *flags) {
+    const uint64_t eight = little_endian(*byte * 0x0101010101010101u & 0x8040201008040201u);
+    memcpy(flags, &eight, 8);
+}
+
+/* For 64 elements at a time, from j = i on: the compiler takes them together. */
+#define IN_BLOCKS(ELEMENT, BEFORE, AFTER)                                                \
+    for (size i = start; i < end; i += 64) {                                            \
+        uint8_t flags[64] = {0}, *bytes = arrays->bits + i / 8;                         \
+        const size rest = end - i;                                                      \
+        if (rest >= 64) {                                                               \
+            for (size k = 0; k < 8; k++) BEFORE;                                        \
+            EACH for (size j = i; j < i + 64; j++) ELEMENT                              \
+            for (size k = 0; k < 8; k++) AFTER;                                         \
+        } else {                                                                        \
+            for (size k = 0; 8 * k < rest; k++) BEFORE;                                 \
+            for (size j = i; j < end; j++) ELEMENT                                      \
+            for (size k = 0; 8 * k < rest; k++) AFTER;                                  \
+        }                                                                               \
+    }
+#define NOTHING (void)0
+
+#define ARRAYS(T)                                                                       \
+    const Arrays *arrays = work;                                                        \
+    (void)thread;                                                                       \
+    const T *x = arrays->x, a = (T)arrays->a, b = (T)arrays->b;                         \
+    T *y = arrays->y;                                                                   \
+    (void)y, (void)a, (void)b
+
+/* From x to bits: DO, of the element v = x[j], says `flag`, and may say y[j]. */
+#define TO_BITS(NAME, T, DO)                                                            \
+    LOOP void NAME(const void *work, size start, size end, size thread) {               \
+        ARRAYS(T);                                                                      \
+        IN_BLOCKS({ const T v = x[j]; uint8_t flag; DO; flags[j - i] = flag; },         \
+                  NOTHING, gather(flags + 8 * k, bytes + k))                            \
+    }
+
+/* From x and bits to y: y[j] = VALUE, of the element v = x[j] and its flag. */
+#define FROM_BITS(NAME, T, VALUE)                                                       \
+    LOOP void NAME(const void *work, size start, size end, size thread) {               \
+        ARRAYS(T);                                                                      \
+        IN_BLOCKS({ const T v = x[j]; const uint8_t flag = flags[j - i]; y[j] = (T)(VALUE); }, \
+                  spread(bytes + k, flags + 8 * k), NOTHING)                            \
+    }
+
+#define OF_FLOATS(T)                                                                \
+    TO_BITS(relu_##T, T, flag = !(v <= 0); y[j] = v < 0 ? 0 : v)                    \
+    TO_BITS(above_##T, T, flag = v > a)                                             \
+    TO_BITS(within_##T, T, flag = (v > a) & (v < b))                                   \
+    TO_BITS(not_outside_##T, T, flag = !((v <= a) | (v >= b)))                         \
+    TO_BITS(not_inside_##T, T, flag = !((v >= a) & (v <= b)))                          \
+    FROM_BITS(scale_##T, T, v * (flag ? a : b))
+OF_FLOATS(float)
+OF_FLOATS(double)
+
+/* bfloat16 and float16 as integers; a is their infinity. */
+TO_BITS(relu_half, int16_t, const int16_t magnitude = v & 0x7fff;
+        flag = (magnitude > a) | (v > 0);
+        y[j] = (v < 0) & (magnitude <= a) & (magnitude != 0) ? 0 : v)
+
+TO_BITS(nonzero, uint8_t, flag = v != 0)
+
+#define OF_INTEGERS(T) FROM_BITS(select_##T, T, flag ? v : 0)
+OF_INTEGERS(int8_t)
+OF_INTEGERS(int16_t)
+OF_INTEGERS(int32_t)
+OF_INTEGERS(int64_t)
+
+/* Normalization of rows, backwards: gradients of x, weight and bias, from x or from y. */
+
+typedef struct {
+    const void *g, *kept, *mean, *rstd, *weight, *bias; /* mean, weight, bias: or NULL */
+    void *dx, *dweight, *dbias;                         /* or NULL; a row for each thread */
+    size features;
+    double shift; /* added to the weight */
+    int from_y, centered;
+} Norm;
+
+#define NORM(T)                                                                         \
+    LOOP void norm_##T(const void *work, size start, size end, size thread) {           \
+        const Norm *norm = work;                                                        \
+        const size n = norm->features;                                                  \
+        const T *weight = norm->weight, *bias = norm->bias, *mean = norm->mean;         \
+        const T *rstd = norm->rstd, shift = (T)norm->shift;                             \
+        T *dweight = norm->dweight, *dbias = norm->dbias;                               \
+        if (dweight) dweight += thread * n;                                             \
+        if (dbias) dbias += thread * n;                                                 \
+        for (size row = start; row < end; row++) {                                      \
+            const T *g = (const T *)norm->g + row * n, *kept = (const T *)norm->kept + row * n; \
+            const T center = mean ? mean[row] : 0, scale = rstd ? rstd[row] : 1;        \
+            T normalized[BLOCK_OF_ROW], along = 0, total = 0;                           \
+            for (size first = 0; first < n; first += BLOCK_OF_ROW) {                    \
+                const size count = n - first < BLOCK_OF_ROW ? n - first : BLOCK_OF_ROW; \
+                NORMALIZE(T)                                                            \
+                if (dweight) EACH for (size k = 0; k < count; k++)                      \
+                    dweight[first + k] += g[first + k] * normalized[k];                 \
+                if (dbias) EACH for (size k = 0; k < count; k++) dbias[first + k] += g[first + k]; \
+                if (!norm->dx) continue;                                                \
+                SUMMED(along, total) for (size k = 0; k < count; k++) {                 \
+                    const T gw = weight ? g[first + k] * (weight[first + k] + shift) : g[first + k]; \
+                    along += gw * normalized[k];                                        \
+                    total += gw;                                                        \
+                }                                                                       \
+            }                                                                           \
+            if (!norm->dx) continue;                                                    \
+            T *dx = (T *)norm->dx + row * n;                                            \
+            along /= n;                                                                 \
+            total = norm->centered ? total / n : 0;                                     \
+            for (size first = 0; first < n; first += BLOCK_OF_ROW) {                    \
+                const size count = n - first < BLOCK_OF_ROW ? n - first : BLOCK_OF_ROW; \
+                if (n > BLOCK_OF_ROW) NORMALIZE(T)                                      \
+                EACH for (size k = 0; k < count; k++) {                                 \
+                    const T gw = weight ? g[first + k] * (weight[first + k] + shift) : g[first + k]; \
+                    dx[first + k] = (gw - normalized[k] * along - total) * scale;       \
+                }                                                                       \
+            }                                                                           \
+        }                                                                               \
+    }
+#define NORMALIZE(T)                                                                    \
+    {                                                                                   \
+        if (!norm->from_y)                                                              \
+            EACH for (size k = 0; k < count; k++) normalized[k] = (kept[first + k] - center) * scale; \
+        else if (bias)                                                                  \
+            EACH for (size k = 0; k < count; k++) normalized[k] = kept[first + k] - bias[first + k]; \
+        else                                                                            \
+            EACH for (size k = 0; k < count; k++) normalized[k] = kept[first + k];      \
+        if (norm->from_y && weight)                                                     \
+            EACH for (size k = 0; k < count; k++) normalized[k] /= weight[first + k]; \
+    }
+#if defined(__GNUC__) /* with -fopenmp-simd */
+#define PRAGMA(TEXT) _Pragma(#TEXT)
+#define SUMMED(A, B) PRAGMA(omp simd reduction(+ : A, B))
+#else
+#define SUMMED(A, B)
+#endif
+enum { BLOCK_OF_ROW = 2048 };
+NORM(float)
+NORM(double)
+
+/* Threads are those of the OpenMP runtime that torch has loaded, if it has: others would compete
+   with them, which wait for more work actively. A fork has none of its parent's. */
+
+#if defined(__GNUC__) && !defined(_WIN32)
+#include <pthread.h>
+extern void GOMP_parallel(void (*)(void *), void *, unsigned, unsigned) __attribute__((weak));
+extern int omp_get_thread_num(void) __attribute__((weak));
+extern int omp_get_num_threads(void) __attribute__((weak));
+#endif
+
+enum { GRAIN = 32768 }; /* of torch */
+
+typedef struct {
+    Loop *loop;
+    const void *work;
+    size count, block; /* A part has whole blocks. */
+} Task;
+
+static int has_team, is_fork;
+
+static void in_fork(void) { is_fork = has_team; }
+
+#if defined(__GNUC__) && !defined(_WIN32)
+static void part(void *data) {
+    const Task *task = data;
+    const size threads = omp_get_num_threads(), thread = omp_get_thread_num();
+    const size blocks = (task->count + task->block - 1) / task->block;
+    const size each = (blocks + threads - 1) / threads * task->block;
+    const size start = thread * each, end = start + each;
+    if (start < task->count)
+        task->loop(task->work, start, end < task->count ? end : task->count, thread);
+}
+#endif
+
+static void in_threads(Task task, size threads, size elements) {
+    Py_BEGIN_ALLOW_THREADS;
+#if defined(__GNUC__) && !defined(_WIN32)
+    if (threads > 1 && elements > GRAIN && !is_fork && GOMP_parallel && omp_get_thread_num &&
+        omp_get_num_threads) {
+        has_team = 1;
+        GOMP_parallel(part, &task, (unsigned)threads, 0);
+    } else
+#endif
+        task.loop(task.work, 0, task.count, 0);
+    Py_END_ALLOW_THREADS;
+}
+
+/* The module. */
+
+#define NAMED(NAME) {#NAME, NAME}
+static const struct {
+    const char *name;
+    Loop *loop;
+} LOOPS[] = {
+    NAMED(relu_float),        NAMED(relu_double),        NAMED(relu_half),
+    NAMED(above_float),       NAMED(above_double),       NAMED(within_float),
+    NAMED(within_double),     NAMED(not_outside_float),  NAMED(not_outside_double),
+    NAMED(not_inside_float),  NAMED(not_inside_double),  NAMED(nonzero),
+    NAMED(scale_float),       NAMED(scale_double),       NAMED(select_int8_t),
+    NAMED(select_int16_t),    NAMED(select_int32_t),     NAMED(select_int64_t),
+};
+enum { COUNT = sizeof LOOPS / sizeof *LOOPS };
+
+static PyObject *run(PyObject *module, PyObject *args) {
+    size loop, elements, threads, x, y, bits;
+    Arrays arrays;
+    if (!PyArg_ParseTuple(args, "nnnnnndd:run", &loop, &elements, &threads, &x, &y, &bits,
+                          &arrays.a, &arrays.b))
+        return NULL;
+    if (loop < 0 || loop >= COUNT) {
+        PyErr_SetString(PyExc_IndexError, "no such loop");
+        return NULL;
+    }
+    arrays.x = (const void *)x;
+    arrays.y = (void *)y;
+    arrays.bits = (uint8_t *)bits;
+    in_threads((Task){LOOPS[loop].loop, &arrays, elements, 4096}, threads, elements);
+    Py_RETURN_NONE;
+}
+
+static PyObject *norm(PyObject *module, PyObject *args) {
+    size rows, threads, g, kept, mean, rstd, weight, bias, dx, dweight, dbias;
+    int is_double;
+    Norm norm;
+    if (!PyArg_ParseTuple(args, "pnnnnnnnnnnnndpp:norm", &is_double, &rows, &norm.features, &threads,
+                          &g, &kept, &mean, &rstd, &weight, &bias, &dx, &dweight, &dbias,
+                          &norm.shift, &norm.from_y, &norm.centered))
+        return NULL;
+    norm.g = (const void *)g, norm.kept = (const void *)kept;
+    norm.mean = (const void *)mean, norm.rstd = (const void *)rstd;
+    norm.weight = (const void *)weight, norm.bias = (const void *)bias;
+    norm.dx = (void *)dx, norm.dweight = (void *)dweight, norm.dbias = (void *)dbias;
+    in_threads((Task){is_double ? norm_double : norm_float, &norm, rows, 1}, threads,
+               rows * norm.features);
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef methods[] = {
+    {"run", run, METH_VARARGS, "run(loop, elements, threads, x, y, bits, a, b), where x, y and bits are addresses"},
+    {"norm", norm, METH_VARARGS,
+     "norm(is_double, rows, features, threads, g, kept, mean, rstd, weight, bias, dx, dweight, "
+     "dbias, shift, from_y, centered), where arrays are addresses, or 0"},
+    {NULL, NULL, 0, NULL},
+};
+
+static int add_loops(PyObject *module) {
+    for (int k = 0; k < COUNT; k++)
+        if (PyModule_AddIntConstant(module, LOOPS[k].name, k) < 0) return -1;
+#if defined(__GNUC__) && !defined(_WIN32)
+    if (pthread_atfork(NULL, NULL, in_fork)) return -1;
+#endif
+    return 0;
+}
+
+static PyModuleDef_Slot slots[] = {{Py_mod_exec, (void *)add_loops}, {0, NULL}};
+
+static struct PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT, "_native", "Loops over arrays.", 0, methods, slots, NULL, NULL, NULL,
+};
+
+PyMODINIT_FUNC PyInit__native(void) { return PyModuleDef_Init(&definition); }

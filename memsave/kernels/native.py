@@ -1,0 +1,152 @@
+"""Bits on the CPU by the loops of native.c: one pass, where the reference takes several.
+
+Each function is that of its name in :mod:`memsave.kernels.reference`, or returns ``None`` where it
+does not apply: on another device, dtype or layout, on a tensor that has no memory of its own, or
+where a mode has to see every operation.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from . import _native  # type: ignore[attr-defined]
+from .reference import INTEGERS, TESTS, Like, Rows, is_dense
+
+DTYPES = {torch.float32: "float", torch.float64: "double"}
+
+
+def _loops(name: str) -> dict[torch.dtype, int]:
+    """A loop by the dtype that it is for."""
+    return {dtype: getattr(_native, f"{name}_{suffix}") for dtype, suffix in DTYPES.items()}
+
+
+#: With the infinity of the dtypes of 16 bits, as an integer.
+RELU = {
+    **{dtype: (loop, 0) for dtype, loop in _loops("relu").items()},
+    torch.bfloat16: (_native.relu_half, 0x7F80),
+    torch.float16: (_native.relu_half, 0x7C00),
+}
+COMPARE = {test: _loops(test) for test in TESTS}
+SCALE = _loops("scale")
+SELECT = {size: getattr(_native, f"select_int{8 * size}_t") for size in INTEGERS}
+
+
+def _has_memory(x: Tensor, stride: tuple[int, ...]) -> bool:
+    """Whether it is real, and stored without gaps in this order."""
+    return (
+        x.is_cpu
+        and type(x) in (Tensor, Parameter)
+        and x.layout is torch.strided
+        and not x.is_neg()
+        and not torch._C._len_torch_dispatch_stack()
+        and not torch._C._len_torch_function_stack()
+        and x.stride() == stride
+        and (x.is_contiguous() or is_dense(Like.of(x)))
+    )
+
+
+def _run(loop: int, x: Tensor, y: Tensor, bits: Tensor, a: float = 0, b: float = 0) -> None:
+    addresses = (x.data_ptr(), y.data_ptr(), bits.data_ptr())
+    _native.run(loop, x.numel(), torch.get_num_threads(), *addresses, a, b)
+
+
+def _empty_bits(x: Tensor) -> Tensor:
+    return torch.empty((x.numel() + 7) // 8, dtype=torch.uint8)
+
+
+def relu(x: Tensor, inplace: bool) -> tuple[Tensor, Tensor] | None:
+    """The output and the bits in one pass."""
+    if x.dtype not in RELU or not _has_memory(x, x.stride()):
+        return None
+    loop, infinity = RELU[x.dtype]
+    y, bits = x if inplace else torch.empty_like(x), _empty_bits(x)
+    _run(loop, x, y, bits, infinity)
+    if inplace:
+        torch.autograd.graph.increment_version(x)
+    return y, bits
+
+
+def compare(x: Tensor, like: Like, test: str, low: float, high: float) -> Tensor | None:
+    """The bits in one pass."""
+    if x.dtype not in COMPARE[test] or not _has_memory(x, like.stride):
+        return None
+    bits = _empty_bits(x)
+    _run(COMPARE[test][x.dtype], x, x, bits, low, high)
+    return bits
+
+
+def pack(mask: Tensor, like: Like) -> Tensor | None:
+    """The bits in one pass."""
+    if not _has_memory(mask, like.stride):
+        return None
+    bits = _empty_bits(mask)
+    _run(_native.nonzero, mask, mask, bits)
+    return bits
+
+
+def select(g: Tensor, bits: Tensor, like: Like) -> Tensor | None:
+    """In one pass."""
+    g = _in_order(g, like)
+    if not _has_memory(g, like.stride):
+        return None
+    y = torch.empty_like(g)
+    _run(SELECT[g.itemsize], g, y, bits)
+    return y
+
+
+def scale(
+    x: Tensor, bits: Tensor, like: Like, on: float, off: float, inplace: bool = False
+) -> Tensor | None:
+    """In one pass."""
+    if not inplace:
+        x = _in_order(x, like)
+    if x.dtype not in SCALE or not _has_memory(x, like.stride):
+        return None
+    y = x if inplace else torch.empty_like(x)
+    _run(SCALE[x.dtype], x, y, bits, on, off)
+    if inplace:
+        torch.autograd.graph.increment_version(x)
+    return y
+
+
+def norm(rows: Rows, wrt: frozenset[str]) -> dict[str, Tensor] | None:
+    """In one pass over the rows; sums over them by thread."""
+    dtype = rows.g.dtype
+    if dtype not in DTYPES or not rows.g.is_cpu:
+        return None
+    g, kept = rows.g.contiguous(), rows.kept.contiguous()
+    vectors = (rows.mean, rows.rstd, rows.weight, rows.bias)
+    given = [vector for vector in vectors if vector is not None]
+    arrays = [kept, g, *given]
+    if not all(array.dtype == dtype and _has_memory(array, array.stride()) for array in arrays):
+        return None
+    features, threads = g.shape[-1], torch.get_num_threads()
+    grads = {}
+    if "x" in wrt:
+        grads["x"] = torch.empty_like(g)
+    for name in ("weight", "bias"):
+        if name in wrt:  # a row for each thread
+            grads[name] = torch.zeros(threads, features, dtype=dtype)
+    _native.norm(
+        dtype == torch.float64,
+        g.numel() // max(features, 1),
+        features,
+        threads,
+        g.data_ptr(),
+        kept.data_ptr(),
+        *(0 if vector is None else vector.data_ptr() for vector in vectors),
+        *(grads[name].data_ptr() if name in grads else 0 for name in ("x", "weight", "bias")),
+        rows.shift,
+        rows.from_output,
+        rows.centered,
+    )
+    return {name: grad if name == "x" else grad.sum(0) for name, grad in grads.items()}
+
+
+def _in_order(x: Tensor, like: Like) -> Tensor:
+    """The tensor in the memory format that the bits are in."""
+    if x.stride() == like.stride or type(x) is not Tensor or not (x.is_cpu and is_dense(like)):
+        return x
+    return torch.empty_strided(like.shape, like.stride, dtype=x.dtype).copy_(x)
