@@ -17,8 +17,8 @@ from torch import Tensor, nn
 import memsave
 
 from .harness import Experiment
-from .measure import compare
-from .render import table
+from .measure import best_device, compare
+from .render import quartiles, table
 from .results import Record
 
 LAYERS: dict[str, type[nn.Dropout]] = {
@@ -53,7 +53,7 @@ def cases(config: Config) -> Iterator[Case]:
 
 def measure(case: Case) -> dict[str, Any]:
     """Times, bytes kept, and differences from stock, by row."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = best_device()
     x = torch.randn(case.elements, device=device, requires_grad=True)
     g = torch.randn(case.elements, device=device)
     layers = {name: layer(P) for name, layer in LAYERS.items()}
@@ -100,13 +100,12 @@ def show(records: Sequence[Record[Case]]) -> str:
 
 def _cells(record: Record[Case], name: str) -> tuple[str, ...]:
     figures, times = record.figures, record.figures["times"][name]
-    low, high = times["quartiles"]
     return (
         str(record.case.elements),
         name,
         f"{times['seconds'] * 1e3:.3f}",
         f"{times['ratio']:.3f}",
-        "" if name == "stock" else f"{low:.3f} to {high:.3f}",
+        "" if name == "stock" else quartiles(times),
         str(figures["kept_bytes"][name]),
         f"{figures['off'][name]:g}",
     )

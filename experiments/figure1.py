@@ -36,7 +36,7 @@ from memsave import spec
 
 from .counting import count
 from .harness import Experiment
-from .measure import peak_bytes
+from .measure import best_device, peak_bytes
 from .render import mib, table
 from .results import Record
 
@@ -232,7 +232,7 @@ def shrunk(shape: Sequence[int], factor: int) -> list[int]:
 
 def _data(case: Case, shrink: int) -> Tensor:
     torch.manual_seed(0)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = best_device()
     return torch.randn(shrunk(KINDS[case.kind].shape, shrink), device=device)
 
 
@@ -413,13 +413,13 @@ def _in_x(measured: dict[str, int], what: str) -> float:
 
 def _remarks(records: Sequence[Record[Case]]) -> Iterator[str]:
     found = [r.figures["differences"] for r in records if "differences" in r.figures]
-    for what in ("output", "gradient"):
+    for what, named in (("output", "an output"), ("gradient", "a gradient")):
         largest = max((of[what] for of in found if what in of), default=None)
         if largest is not None:
             yield (
-                f"Largest difference of an {what} from stock, in float64 and to the largest "
+                f"Largest difference of {named} from stock, in float64 and to the largest "
                 f"element: {largest:.1e}.\n"
-            ).replace("an gradient", "a gradient")
+            )
     for record in records:
         if "error" in record.figures:
             yield f"Not measured: {record.case}: {record.figures['error']}\n"

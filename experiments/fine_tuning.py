@@ -32,8 +32,8 @@ import memsave
 
 from . import paper
 from .harness import Experiment
-from .measure import compare, peak_bytes
-from .render import mib, table
+from .measure import best_device, compare, peak_bytes
+from .render import mib, quartiles, table
 from .results import Record
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ class Data(NamedTuple):
     labels: Tensor
 
 
-def digits(size: int, device: str) -> tuple[Data, Data, Data]:
+def digits(size: int, device: torch.device) -> tuple[Data, Data, Data]:
     """To learn first; corrupted, to be fine-tuned on; and corrupted, held out. A third each."""
     from sklearn.datasets import load_digits
 
@@ -215,7 +215,7 @@ def measure(case: Case) -> dict[str, Any]:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for CUDA to be deterministic
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.manual_seed(0)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = best_device()
     step = paper.Step(network(), lambda model, x: model(x)).to(device)
     data = digits(case.size, device)
     if case.what in (TRAINING, EXACT):
@@ -315,9 +315,8 @@ def _cost_cells(case: Case, run: dict[str, dict[str, Any]]) -> tuple[str, ...]:
     times = run[TIME].get("times")
     if not times:
         return (*cells, *[""] * 4)
-    low, high = times["memsave"]["quartiles"]
     cells += [f"{times[name]['seconds'] * 1e3:.1f}" for name in MODELS]
-    return (*cells, f"{times['memsave']['ratio']:.3f}", f"{low:.3f} to {high:.3f}")
+    return (*cells, f"{times['memsave']['ratio']:.3f}", quartiles(times["memsave"]))
 
 
 def misses(records: Sequence[Record[Case]]) -> Iterator[str]:

@@ -21,7 +21,7 @@ from memsave_jax import function, functional as F
 
 from .harness import Experiment
 from .measure import compare, difference
-from .render import table
+from .render import quartiles, table
 from .results import Record
 
 #: Largest difference of outputs and gradients to stock's, to stock's largest.
@@ -132,7 +132,7 @@ def _line(record: Record[Case]) -> Iterator[str]:
     yield f"{kept['memsave_jax']:.4f}"
     yield f"{times['stock']['seconds'] * 1e3:.2f}"
     yield f"{times['memsave_jax']['ratio']:.3f}"
-    yield " to ".join(f"{time:.3f}" for time in times["memsave_jax"]["quartiles"])
+    yield quartiles(times["memsave_jax"])
     yield f"{times['custom_vjp']['ratio']:.3f}"
     yield f"{times['checkpoint']['ratio']:.3f}"
     yield f"{figures['difference']:.1e}"

@@ -29,7 +29,7 @@ from .flax_resnet import KINDS, ResNet
 from .flax_transformer import Transformer
 from .harness import GIB, Experiment
 from .measure import compare, difference
-from .render import mib, table
+from .render import mib, quartiles, table
 from .results import Record
 
 if TYPE_CHECKING:
@@ -257,7 +257,7 @@ def _line(record: Record[Case]) -> Iterator[str]:
         yield f"{_ratio(figures[what]):.3f}"
     yield f"{times['stock']['seconds'] * 1e3:.0f}"
     yield f"{times['memsave_jax']['ratio']:.3f}"
-    yield " to ".join(f"{time:.3f}" for time in times["memsave_jax"]["quartiles"])
+    yield quartiles(times["memsave_jax"])
     yield f"{times['checkpoint']['ratio']:.3f}"
     yield f"{figures['gradient_difference']:.1e}"
 

@@ -21,8 +21,8 @@ import memsave
 from memsave import functional
 
 from .harness import Experiment
-from .measure import compare, difference
-from .render import table
+from .measure import best_device, compare, difference
+from .render import quartiles, table
 from .results import Record
 
 CALLS = 1000
@@ -104,7 +104,7 @@ CALLED: dict[str, Callable[[Tensor, Tensor], Any]] = {
 def measure(case: Case) -> dict[str, Any]:
     """Times without the mode ("stock") and with it; of a step, also how far they are apart."""
     torch.manual_seed(0)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = best_device()
     if case.what in CALLED:
         call = CALLED[case.what]
         x, wanted = torch.randn(4).to(device), torch.randn(4).to(device).requires_grad_()
@@ -170,12 +170,11 @@ def show(records: Sequence[Record[Case]]) -> str:
 def _cells(record: Record[Case]) -> tuple[str, ...]:
     times, is_call = record.figures["times"], record.case.what in CALLED
     scale, unit = (1e6, "us") if is_call else (1e3, "ms")
-    low, high = times["mode"]["quartiles"]
     return (
         record.case.what,
         *(f"{of['seconds'] * scale:.2f} {unit}" for of in times.values()),
         f"{times['mode']['ratio']:.3f}",
-        f"{low:.3f} to {high:.3f}",
+        quartiles(times["mode"]),
         "" if is_call else f"{_off(record):.0e}",
     )
 

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 Config = TypeVar("Config")
 Case = TypeVar("Case")
-T = TypeVar("T")
 GIB = 1 << 30
 SIZES = ("tiny", "quick", "default", "paper")
 
@@ -122,9 +121,10 @@ class Run(Generic[Case]):
         """Measure a case in a fresh process, and keep what came out."""
         experiment = self.experiment
         try:
-            record = in_fresh_process(
-                _record, experiment.measure, experiment.backend, case, context=self._context()
-            )
+            with ProcessPoolExecutor(1, mp_context=self._context()) as process:
+                record = process.submit(
+                    _record, experiment.measure, experiment.backend, case
+                ).result()
         except Exception as error:
             return error
         self.parts.write(record, self.command)
@@ -177,12 +177,3 @@ def plain(case: Any) -> dict[str, Any]:
 
 def _record(measure: Callable[[Any], dict[str, Any]], backend: str, case: Any) -> Plain:
     return Record(plain(case), measure(case), results.settings(backend))
-
-
-def in_fresh_process(
-    function: Callable[..., T], *args: Any, context: BaseContext | None = None
-) -> T:
-    """Call a function of a module in a new process, so that no number inherits another's state."""
-    context = context or multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=context) as pool:
-        return pool.submit(function, *args).result()

@@ -27,8 +27,8 @@ import memsave
 
 from . import paper
 from .harness import GIB, Experiment
-from .measure import compare, peak_bytes
-from .render import mib, table
+from .measure import best_device, compare, peak_bytes
+from .render import mib, quartiles, table
 from .resnet import resnet, step
 from .results import Record
 
@@ -92,7 +92,9 @@ def photographs(crops: int, size: int = 224) -> Tensor:
     return (torch.cat(batch) - mean) / std
 
 
-def prepare(name: str, case: Case, device: str = "cpu") -> tuple[nn.Module, Tensor, Tensor]:
+def prepare(
+    name: str, case: Case, device: torch.device | None = None
+) -> tuple[nn.Module, Tensor, Tensor]:
     """The model, its batch and the labels; the same for every ``name`` but for the conversion."""
     torch.manual_seed(0)
     model = resnet(case.depth).to(device)
@@ -115,14 +117,14 @@ def measure(case: Case) -> dict[str, Any]:
         from . import flax_input_gradient
 
         return flax_input_gradient.measure(case)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = best_device()
     if case.what in PEAKS:
         model, x, labels = prepare(PEAKS[case.what], case, device)
         return {"peak_bytes": peak_bytes(partial(step, model, x, labels), x.device)}
     return _measure_torch(case, device)
 
 
-def _measure_torch(case: Case, device: str) -> dict[str, Any]:
+def _measure_torch(case: Case, device: torch.device) -> dict[str, Any]:
     """Kept bytes, report, times, losses, and gradients, of which two as pictures."""
     prepared = {name: prepare(name, case, device) for name in MODELS}
     model, x, _ = prepared["stock"]
@@ -235,9 +237,8 @@ def _sizes(sizes: dict[str, int] | None) -> tuple[str, ...]:
 def _seconds(times: dict[str, Any] | None) -> tuple[str, ...]:
     if not times:
         return ("",) * 3
-    ratio, (low, high) = times["memsave"]["ratio"], times["memsave"]["quartiles"]
     seconds = (f"{times[name]['seconds']:.3f}" for name in MODELS)
-    return (*seconds, f"{ratio:.3f} ({low:.3f} to {high:.3f})")
+    return (*seconds, f"{times['memsave']['ratio']:.3f} ({quartiles(times['memsave'])})")
 
 
 def _losses(losses: dict[str, float] | None) -> tuple[str, ...]:

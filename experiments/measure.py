@@ -6,11 +6,34 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Iterable
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 from tqdm import tqdm
+
+
+def best_device() -> torch.device:
+    """The accelerator, if there is one.
+
+    (To be asked by a case, not while a module is imported: a process that has looked for CUDA can
+    have no forks that use it, and cases are forks of one that has imported the experiment.)
+    """
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def kept_bytes(forward: Callable[[], Any], device: torch.device | None = None) -> int:
+    """What the allocator has not got back when a forward pass is done, whose result is alive."""
+    gc.collect()
+    if device is not None and device.type == "cuda":
+        before = torch.cuda.memory_allocated(device)
+        result = forward()
+        torch.cuda.synchronize(device)
+        kept = torch.cuda.memory_allocated(device) - before
+        del result
+        return kept
+    return sum(_allocations(forward))
 
 
 def peak_bytes(step: Callable[[], Any], device: torch.device | None = None) -> int:
@@ -26,16 +49,18 @@ def peak_bytes(step: Callable[[], Any], device: torch.device | None = None) -> i
         step()
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
+    return max(accumulate(_allocations(step), initial=0))
+
+
+def _allocations(function: Callable[[], Any]) -> list[int]:
+    """Bytes that the CPU's allocator hands out in a call, and (negative) gets back, in order."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        step()
+        result = function()
+    del result
     # Not public: the events of the profiler's public list leave out the order of frees.
     recorded: Any = profiler.profiler
     events = [e for e in recorded.kineto_results.events() if e.name() == "[memory]"]
-    allocated = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        allocated += event.nbytes()
-        peak = max(peak, allocated)
-    return peak
+    return [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
 
 
 def paired_times(

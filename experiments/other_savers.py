@@ -25,7 +25,6 @@ x: how far the outputs and gradients are from stock's, or the error.
 
 from __future__ import annotations
 
-import gc
 import importlib
 import math
 import sys
@@ -39,17 +38,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.profiler import ProfilerActivity, profile
 
 import memsave
 
 from . import paper
 from .harness import GIB, Experiment
-from .measure import compare, peak_bytes
+from .measure import best_device, compare, kept_bytes, peak_bytes
 from .render import matrix, mib, table
 from .results import Record
 from .strategies import (
-    DEVICE,
     TOLERANCE,
     checkpoint_blocks,
     compile_with_budget,
@@ -113,9 +110,10 @@ class Subject:
     def __init__(self, case: Case) -> None:
         torch.manual_seed(0)
         model = paper.MODELS[case.model]
-        self.step: nn.Module = model.step(case.layers or None).to(DEVICE)
+        device = best_device()
+        self.step: nn.Module = model.step(case.layers or None).to(device)
         x, labels = model.data(case.batch, case.size or None)
-        self.x, self.labels = x.to(DEVICE), labels.to(DEVICE)
+        self.x, self.labels = x.to(device), labels.to(device)
         self.around: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.paper_code = case.paper_code
         self._scenario = case.scenario
@@ -327,8 +325,8 @@ def _measure_model(case: Case) -> dict[str, Any]:
     gradients = subject.gradients()
     subject.step.zero_grad()
     subject.x.grad = None
-    kept = kept_bytes(subject.forward)
-    peak = peak_bytes(lambda: subject.forward().backward(), DEVICE)
+    kept = kept_bytes(subject.forward, subject.x.device)
+    peak = peak_bytes(lambda: subject.forward().backward(), subject.x.device)
 
     stock = Subject(Case(**{**asdict(case), "saver": "stock"}))
     stock.run()
@@ -338,21 +336,6 @@ def _measure_model(case: Case) -> dict[str, Any]:
         "times": compare({"stock": stock.run, "saver": subject.run}, case.repeats),
         "off": largest_difference(gradients, stock.gradients()),
     }
-
-
-def kept_bytes(forward: Callable[[], Tensor]) -> int:
-    """What the allocator has not got back when the forward pass is done."""
-    gc.collect()
-    if DEVICE.type == "cuda":
-        before = torch.cuda.memory_allocated()
-        loss = forward()
-        torch.cuda.synchronize()
-        return torch.cuda.memory_allocated() - before
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        loss = forward()  # noqa: F841  keeps all of it alive
-    recorded: Any = profiler.profiler  # not public, as in measure.peak_bytes
-    events = recorded.kineto_results.events()
-    return sum(event.nbytes() for event in events if event.name() == "[memory]")
 
 
 # What it looks like.

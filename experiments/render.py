@@ -40,6 +40,11 @@ def mib(size: float, digits: int = 1) -> str:
     return f"{size / 2**20:.{digits}f}"
 
 
+def quartiles(times: Mapping[str, Any]) -> str:
+    """Of what :func:`experiments.measure.compare` says of a step, from the lower to the upper."""
+    return " to ".join(f"{ratio:.3f}" for ratio in times["quartiles"])
+
+
 def sections(experiment: Experiment[Any, Any], folder: Path) -> dict[tuple[str, str], list[Record]]:
     """The records of an experiment by size and device."""
     found: dict[tuple[str, str], list[Record]] = {}

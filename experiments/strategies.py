@@ -40,14 +40,13 @@ import memsave
 
 from . import paper
 from .harness import GIB, Experiment
-from .measure import compare, peak_bytes
+from .measure import best_device, compare, peak_bytes
 from .render import mib, table
 from .results import Record
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 #: Where the configuration does not say: of images 8, of sequences fewer.
 BATCH = {"GPT-2": 2}
 #: Where memsave's gradients are further from those without it, they are not the same.
@@ -86,9 +85,10 @@ class Task:
     def __init__(self, case: Case) -> None:
         torch.manual_seed(0)
         self._model = paper.MODELS[case.model]
-        self.step = self._model.step(case.layers or None).to(DEVICE)
+        device = best_device()
+        self.step = self._model.step(case.layers or None).to(device)
         x, labels = self._model.data(case.batch, case.size or None)
-        self.x, self.labels, self.parts = x.to(DEVICE), labels.to(DEVICE), case.parts
+        self.x, self.labels, self.parts = x.to(device), labels.to(device), case.parts
         self.around: Callable[[], AbstractContextManager[Any]] = nullcontext
         paper.apply(case.scenario, self.step)
         set_in_place(self.step, inplace=False)
@@ -206,7 +206,7 @@ def compile_with_budget(model: nn.Module, budget: float) -> Callable[[], Any]:
 
 def moving_to_cpu() -> save_on_cpu:
     """The context of a forward pass whose tensors for the backward pass are in main memory."""
-    return save_on_cpu(pin_memory=DEVICE.type == "cuda")
+    return save_on_cpu(pin_memory=best_device().type == "cuda")
 
 
 def _checkpoint(task: Task) -> None:
@@ -214,7 +214,7 @@ def _checkpoint(task: Task) -> None:
 
 
 def _autocast(task: Task) -> None:
-    task.around = partial(torch.autocast, DEVICE.type, torch.bfloat16)
+    task.around = partial(torch.autocast, task.x.device.type, torch.bfloat16)
 
 
 def _save_on_cpu(task: Task) -> None:
@@ -325,7 +325,7 @@ def measure(case: Case) -> dict[str, Any]:
 def _measure(case: Case) -> dict[str, Any]:
     strategy, task = STRATEGIES[case.strategy], Task(case)
     task.warm_up(None if strategy.warms_up else 2)
-    peak = peak_bytes(lambda: strategy.loop(task, 2), DEVICE)
+    peak = peak_bytes(lambda: strategy.loop(task, 2), task.x.device)
     gradients = task.gradients()
 
     stock = Task(Case(**{**vars(case), "strategy": "stock", "memsave": False}))
