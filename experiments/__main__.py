@@ -36,6 +36,7 @@ EXPERIMENTS = (
     "lora",
     "functional_mode",
     "dropout_rows",
+    "layer_times",
     "flax_scenarios",
     "flax_layers",
     "flax_rows",

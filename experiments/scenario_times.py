@@ -21,8 +21,8 @@ import memsave
 from . import paper
 from .counting import count
 from .harness import GIB, Experiment
-from .measure import compare, difference, peak_bytes
-from .render import matrix, mib, table
+from .measure import best_device, compare, difference, peak_bytes
+from .render import matrix, mib, quartiles, table
 from .results import Record
 
 MODELS = ("ResNet-101", "MobileNetV3", "ConvNeXt", "BERT", "T5-base")
@@ -103,7 +103,7 @@ def side(case: Case, variant: str) -> Side:
     """The same model, weights and data for each variant but for the conversion."""
     torch.manual_seed(0)
     model = paper.MODELS[case.model]
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = best_device()
     step = model.step(case.layers or None).to(device)
     x, labels = (t.to(device) for t in model.data(case.batch, case.size))
     paper.apply(case.scenario, step)
@@ -174,7 +174,7 @@ def _line(model: str, scenario: str, row: dict[str, Record[Case]]) -> Iterator[s
         times = row["time"].figures["times"]
         yield f"{times['stock']['seconds']:.3f}"
         yield f"{times['memsave']['ratio']:.3f}"
-        yield "{:.3f} to {:.3f}".format(*times["memsave"]["quartiles"])
+        yield quartiles(times["memsave"])
     else:
         yield from ("", "", "")
     peaks = [row[variant].figures["peak_bytes"] for variant in VARIANTS if variant in row]

@@ -1,0 +1,316 @@
+"""Speed of every layer alone: a step of memsave and of stock in turn, and what each keeps.
+
+A step is forward and backward. Every drop-in of :mod:`memsave.nn` is taken at three sizes of its
+input: 64x64, where the time is that of the calls, to 100 MB, where it is that of the memory; and
+for each choice of gradients. Ratios are medians over pairs. Outputs and gradients are compared on
+the way, from the same random numbers. ``--compare`` adds the stock layer checkpointed, both
+compiled, and, where ``--paper-code`` says where it is, the paper's code.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import memsave
+
+from .harness import GIB, Experiment
+from .measure import best_device, compare, difference, peak_bytes
+from .other_savers import compile_with_budget, convert_by_paper
+from .render import mib, quartiles, table
+from .results import Record
+
+#: Shapes of inputs by the spatial axes of a layer; 0 is rows of features.
+SHAPES = {
+    "64x64": {0: (64, 64), 1: (1, 16, 256), 2: (1, 16, 16, 16), 3: (1, 16, 8, 8, 4)},
+    "4 MB": {0: (1024, 1024), 1: (4, 64, 4096), 2: (4, 64, 64, 64), 3: (4, 64, 16, 16, 16)},
+    "100 MB": {
+        0: (24576, 1024),
+        1: (24, 64, 16384),
+        2: (24, 64, 128, 128),
+        3: (24, 64, 32, 32, 16),
+    },
+}
+#: Steps that are timed as one.
+CALLS = {"64x64": 100}
+#: Gradients of outputs differ in rounding where sums are taken in another order.
+TOLERANCE = 1e-4
+
+
+def _channels(shape: Sequence[int]) -> int:
+    return shape[1]
+
+
+#: Arguments of the stock class from the shape of its input, by the beginning of its name.
+ARGUMENTS: dict[str, Callable[[Sequence[int]], tuple[Any, ...]]] = {
+    "ConvTranspose": lambda shape: (_channels(shape), _channels(shape), 3, 1, 1),
+    "Conv": lambda shape: (_channels(shape), _channels(shape), 3, 1, 1),
+    "BatchNorm": lambda shape: (_channels(shape),),
+    "InstanceNorm": lambda shape: (_channels(shape),),
+    "GroupNorm": lambda shape: (8, _channels(shape)),
+    "LayerNorm": lambda shape: (shape[-1],),
+    "RMSNorm": lambda shape: (shape[-1],),
+    "Linear": lambda shape: (shape[-1], shape[-1]),
+    "Embedding": lambda shape: (1000, shape[-1]),
+    "AdaptiveMaxPool": lambda shape: (4,),
+    "AdaptiveAvgPool": lambda shape: (4,),
+    "MaxPool": lambda shape: (3, 2, 1),
+    "AvgPool": lambda shape: (2,),
+    "ReflectionPad": lambda shape: (1,),
+    "ReplicationPad": lambda shape: (1,),
+    "Threshold": lambda shape: (0.1, 0.0),
+}
+#: Layers whose name does not say how many axes they have.
+AXES = {"GroupNorm": 2, "GroupNormFromOutput": 2, "PReLU": 2}
+EVAL = ", eval"
+LAYERS = (
+    *memsave.nn.__all__,
+    *(name + EVAL for name in memsave.nn.__all__ if name.startswith("BatchNorm")),
+)
+
+
+@dataclass(frozen=True)
+class Config:
+    """Which layers, at which sizes, and how long (at least ``least`` pairs).
+
+    ``paper_code`` is a checkout of the paper's code.
+    """
+
+    layers: tuple[str, ...] = LAYERS
+    sizes: tuple[str, ...] = tuple(SHAPES)
+    dtype: str = "float32"
+    compare: bool = False
+    paper_code: str = ""
+    seconds: float = 4.0
+    least: int = 7
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layer at a size, with respect to its input, its parameters, or both."""
+
+    layer: str
+    size: str
+    wanted: str
+    dtype: str
+    compare: bool
+    paper_code: str
+    seconds: float
+    least: int
+
+
+def cases(config: Config) -> Iterator[Case]:
+    """By layer, then size, then gradients."""
+    rest = (config.dtype, config.compare, config.paper_code, config.seconds, config.least)
+    for layer in config.layers:
+        with torch.device("meta"):
+            has_parameters = any(True for _ in stock_layer(layer, "64x64").parameters())
+        choices = ["input", "parameters", "all"] if has_parameters else ["input"]
+        for size in config.sizes:
+            for wanted in ["all"] if layer.startswith("Embedding") else choices:
+                yield Case(layer, size, wanted, *rest)
+
+
+def shape_of(layer: str, size: str) -> tuple[int, ...]:
+    """Of the input of a layer."""
+    digit = re.search(r"(\d)d", layer)
+    return SHAPES[size][int(digit[1]) if digit else AXES.get(layer, 0)]
+
+
+def stock_layer(layer: str, size: str) -> nn.Module:
+    """A stock layer, in train mode unless its name says otherwise."""
+    name = layer.removesuffix(EVAL)
+    (stock,) = getattr(memsave.nn, name).__bases__
+    shape = shape_of(layer, size)
+    arguments = next((make for start, make in ARGUMENTS.items() if name.startswith(start)), None)
+    module: nn.Module = stock(*arguments(shape)) if arguments else stock()
+    return module.train(not layer.endswith(EVAL))
+
+
+def drop_in(layer: str, module: nn.Module) -> nn.Module:
+    """The memsave layer with copies of a stock layer's state."""
+    module = copy.deepcopy(module)
+    module.__class__ = getattr(memsave.nn, layer.removesuffix(EVAL))
+    return module
+
+
+class Step:
+    """Forward and backward of a layer, wrapped somehow.
+
+    Attributes:
+        module: The layer.
+        wanted: What gradients are wanted of.
+    """
+
+    def __init__(
+        self,
+        case: Case,
+        module: nn.Module,
+        wrapped: Callable[[nn.Module], Callable[..., Tensor]] = lambda module: module,
+    ) -> None:
+        generator = torch.Generator().manual_seed(0)
+        shape, device, dtype = shape_of(case.layer, case.size), best_device(), dtype_of(case)
+        x = torch.randn(shape, generator=generator).to(device, dtype)
+        self.module = module.to(device, dtype)
+        module.requires_grad_(case.wanted != "input")
+        x.requires_grad_(case.wanted != "parameters")
+        if case.layer.startswith("Embedding"):
+            x = torch.randint(1000, shape[:1], generator=generator).to(device)
+        self.inputs: tuple[Tensor, ...] = (x,)
+        if case.layer.startswith("CrossEntropy"):
+            target = torch.randint(shape[1], shape[:1], generator=generator).to(device)
+            self.inputs = (x, target)
+        self.wanted = [t for t in (*module.parameters(), *self.inputs) if t.requires_grad]
+        self._calls = CALLS.get(case.size, 1)
+        self._call = wrapped(self.module)
+        y = self.forward()
+        self._g = torch.randn(y.shape, generator=generator).to(y.device, y.dtype)
+
+    def forward(self) -> Tensor:
+        """The output, from the same random numbers every time."""
+        torch.manual_seed(0)
+        return self._call(*self.inputs)
+
+    def once(self) -> tuple[Tensor, ...]:
+        """The output and the gradients."""
+        y = self.forward()
+        return (y.detach(), *torch.autograd.grad(y, self.wanted, self._g))
+
+    def __call__(self) -> None:
+        """As often as is timed at once; with new random numbers."""
+        for _ in range(self._calls):
+            torch.autograd.grad(self._call(*self.inputs), self.wanted, self._g)
+
+
+def dtype_of(case: Case) -> torch.dtype:
+    """Of the layer and its input."""
+    return getattr(torch, case.dtype)
+
+
+def _checkpointed(module: nn.Module) -> Callable[..., Any]:
+    return partial(checkpoint, module, use_reentrant=False)
+
+
+def _compiled(budget: float, module: nn.Module) -> Callable[..., Tensor]:
+    compiled = copy.deepcopy(module)
+    around = compile_with_budget(compiled, budget)
+
+    def call(*inputs: Tensor) -> Tensor:
+        with around():
+            return compiled(*inputs)
+
+    return call
+
+
+def _variants(case: Case) -> dict[str, Step]:
+    torch.manual_seed(0)
+    stock = stock_layer(case.layer, case.size)
+    steps = {"stock": Step(case, stock), "memsave": Step(case, drop_in(case.layer, stock))}
+    if case.compare:
+        again = partial(copy.deepcopy, stock)
+        steps["checkpoint"] = Step(case, again(), _checkpointed)
+        for budget in (1.0, 0.5):
+            name = f"torch.compile, budget {budget}"
+            steps[name] = Step(case, again(), partial(_compiled, budget))
+        steps["memsave, compiled"] = Step(case, drop_in(case.layer, stock), partial(_compiled, 1.0))
+        if case.paper_code:
+            try:
+                theirs = convert_by_paper(case.paper_code, nn.Sequential(again()))
+                steps["paper's code"] = Step(case, theirs)
+            except Exception:  # of which there are many: see other_savers
+                pass
+    return steps
+
+
+def _pairs(case: Case, steps: dict[str, Step]) -> int:
+    """How often all fit into the time."""
+    for step in steps.values():
+        step()
+    start = time.perf_counter()
+    for step in steps.values():
+        step()
+    return max(case.least, min(201, int(case.seconds / (time.perf_counter() - start))))
+
+
+def measure(case: Case) -> dict[str, Any]:
+    """Times, kept bytes, peaks, and how far memsave's outputs and gradients are from stock's."""
+    steps = _variants(case)
+    stock, ours = steps["stock"], steps["memsave"]
+    (y, *grads), (our_y, *our_grads) = stock.once(), ours.once()
+    report = memsave.report(ours.module, *ours.inputs)
+    figures = {
+        "output_off": difference([y.double()], [our_y.double()]),
+        "gradients_off": difference([g.double() for g in grads], [g.double() for g in our_grads]),
+        "kept_bytes": {"stock": report.stock, "memsave": report.now},
+        "peak_bytes": {n: peak_bytes(step.once, y.device) for n, step in steps.items()},
+    }
+    del y, grads, our_y, our_grads
+    return {**figures, "times": compare({**steps}, _pairs(case, steps))}
+
+
+def show(records: Sequence[Record[Case]]) -> str:
+    """A row per case."""
+    others = [name for record in records for name in record.figures["times"]]
+    others = [name for name in dict.fromkeys(others) if name not in ("stock", "memsave")]
+    return table(
+        (
+            *("layer", "input", "gradients", "ms of stock", "time ratio", "quartiles"),
+            *("kept MiB: stock", "memsave", "peak, ratio", *(f"time of {name}" for name in others)),
+        ),
+        (_line(record, others) for record in records),
+    )
+
+
+def _line(record: Record[Case], others: Sequence[str]) -> Iterator[str]:
+    case, figures = record.case, record.figures
+    times, kept, peak = figures["times"], figures["kept_bytes"], figures["peak_bytes"]
+    yield from (case.layer, case.size, case.wanted)
+    yield f"{times['stock']['seconds'] * 1e3 / CALLS.get(case.size, 1):.3f}"
+    yield f"{times['memsave']['ratio']:.3f}"
+    yield quartiles(times["memsave"])
+    yield from (mib(kept[name], 3) for name in ("stock", "memsave"))
+    yield f"{peak['memsave'] / peak['stock']:.3f}"
+    for name in others:
+        yield f"{times[name]['ratio']:.2f}" if name in times else ""
+
+
+def misses(records: Sequence[Record[Case]]) -> Iterator[str]:
+    """Outputs that are not stock's, gradients further than rounding, and more kept than stock."""
+    for record in records:
+        figures, kept = record.figures, record.figures["kept_bytes"]
+        what = f"{record.case.layer}, {record.case.size}, {record.case.wanted}"
+        if figures["output_off"]:
+            yield f"{what}: the output differs by {figures['output_off']:.1e}"
+        if figures["gradients_off"] > TOLERANCE:
+            yield f"{what}: the gradients differ by {figures['gradients_off']:.1e}"
+        if kept["memsave"] > kept["stock"]:
+            yield f"{what}: keeps {kept['memsave']} bytes, stock {kept['stock']}"
+
+
+EXPERIMENT = Experiment(
+    sizes={
+        "tiny": Config(("ReLU", "LayerNorm"), ("64x64",), seconds=0.2, least=3),
+        "quick": Config(
+            ("ReLU", "Dropout", "MaxPool2d", "BatchNorm2d, eval", "LayerNorm", "Conv2d"),
+            ("64x64", "4 MB"),
+            seconds=0.5,
+            least=5,
+        ),
+        "default": Config(),
+    },
+    case=Case,
+    cases=cases,
+    measure=measure,
+    table=show,
+    misses=misses,
+    memory=lambda case: 6 * GIB if case.size == "100 MB" else 2 * GIB,
+)
