@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 class LiveBytes(TorchDispatchMode):
     """Context manager: bytes of the storages that ops make, while they live.
 
+    Layers run by their reference kernels there (those of the CPU need less, for max pooling).
     What a kernel allocates inside and frees again (oneDNN's and cuDNN's workspaces) is not seen.
 
     Attributes:

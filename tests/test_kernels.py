@@ -14,14 +14,15 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, strategies as st
+import torch.nn.functional as F
+from hypothesis import HealthCheck, assume, example, given, settings, strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memsave import kernels
 from memsave.kernels import pack, reference, unpack
-from memsave.kernels.reference import Like
+from memsave.kernels.reference import Like, Windows
 from memsave.layers import norm as norms
 
 ONES = {
@@ -297,6 +298,77 @@ def test_threads_at_once() -> None:
     for x, (y, bits) in zip(xs * 4, results, strict=True):
         assert y.equal(x.relu())
         assert bits.equal(reference.pack(x > 0, Like.of(x)))
+
+
+LAST = {2: torch.channels_last, 3: torch.channels_last_3d}
+MAX_POOL = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
+
+
+class Pooling(NamedTuple):
+    """A call of max pooling, by axis; and how it is stored."""
+
+    x: Tensor
+    windows: Windows
+    ceil_mode: bool
+
+
+@st.composite
+def poolings(draw: st.DrawFn) -> Pooling:
+    """Every number of axes and layout, windows that overlap, and more elements than a block has."""
+    dims = draw(st.integers(1, 3))
+    axes = st.integers(1, 6 if dims == 3 else 11)
+    inputs = draw(st.tuples(*[axes] * dims))
+    if draw(st.booleans()):
+        inputs = (*inputs[:-1], draw(st.integers(250, 600)))
+    kernel, stride = (draw(st.tuples(*[st.integers(1, 3)] * dims)) for _ in range(2))
+    padding = tuple(draw(st.integers(0, size // 2)) for size in kernel)
+    dilation = draw(st.tuples(*[st.integers(1, 2)] * dims))
+    channels = draw(st.sampled_from([2, 3, 300]))
+    dtype = draw(st.sampled_from([torch.float32, torch.float64]))
+    shape = (draw(st.integers(1, 3)), channels, *inputs)
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    if draw(st.booleans()):
+        x = x.round()  # so that a window has several maxima
+    if dims > 1 and draw(st.booleans()):
+        x = x.contiguous(memory_format=LAST[dims])
+    return Pooling(x, Windows(inputs, (), kernel, stride, padding, dilation), draw(st.booleans()))
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])  # once for all examples
+@given(poolings())
+@example(Pooling(torch.randn(2, 3, 9), Windows((9,), (), (3,), (2,), (1,), (1,)), True))
+def test_max_pool(fast: Any, case: Pooling) -> None:
+    """As stock's, to the bit, and in its layout; and stock's indices are what the offsets say."""
+    x, windows, ceil_mode = case
+    x = x.clone(memory_format=torch.preserve_format).requires_grad_()
+    pool = MAX_POOL[len(windows.inputs)]
+    try:
+        expected = pool(x, *windows[2:], ceil_mode)
+    except RuntimeError:
+        return  # too small an input
+    assume(expected.isfinite().all())  # no window outside of the input
+    windows = windows._replace(outputs=tuple(expected.shape[2:]))
+    found = fast.max_pool(x.detach(), windows)
+    if found is None:  # where it is not clear what stock's layout is
+        assert x.is_contiguous()
+        assert x.is_contiguous(memory_format=LAST[x.ndim - 2])
+        return
+    y, offsets = found
+    assert same(y, expected.detach())
+    assert (offsets.dtype, offsets.stride()) == (torch.uint8, y.stride())
+    g = torch.randn(y.shape, dtype=y.dtype, generator=torch.Generator().manual_seed(1))
+    expected.backward(g)
+    assert same(fast.unpool(g, offsets, windows, Like.of(x)), x.grad)
+
+
+def test_offsets_of_another_call_write_nowhere_else(fast: Any) -> None:
+    """Such as a hook of saved tensors may give back: here, of padding before the input."""
+    windows = Windows((4, 4), (2, 2), (2, 2), (2, 2), (1, 1), (1, 1))
+    g = torch.ones(2, 3, 2, 2)
+    offsets = torch.zeros(g.shape, dtype=torch.uint8)
+    dx = fast.unpool(g, offsets, windows, Like.of(torch.empty(2, 3, 4, 4)))
+    # Windows begin at -5, -3, 3 and 5, of 16 places.
+    assert dx.flatten(2).nonzero()[:, 2].unique().tolist() == [3, 5]
 
 
 @pytest.mark.parametrize("kept", ["x", "y"])

@@ -1,4 +1,6 @@
-"""Bits in the place of tensors: one per element, in the storage order of what they describe.
+"""Passes over memory: bits in the place of tensors, offsets in the place of indices, norms.
+
+Bits are one per element, in the storage order of what they describe.
 
 One interface, whatever computes it. :mod:`memsave.kernels.reference`, in plain torch, runs
 everywhere and says what each function is. The others are faster where they apply, and may be
@@ -43,10 +45,22 @@ def _fastest(name: str) -> Callable[..., Any]:
 
 relu = _fastest("relu")
 compare = _fastest("compare")
+max_pool = _fastest("max_pool")
 norm = _fastest("norm")
 select = _fastest("select")
 scale = _fastest("scale")
+unpool = _fastest("unpool")
 pack = _fastest("pack")
 unpack = reference.unpack
 
-__all__ = ["compare", "norm", "pack", "relu", "scale", "select", "unpack"]
+__all__ = [
+    "compare",
+    "max_pool",
+    "norm",
+    "pack",
+    "relu",
+    "scale",
+    "select",
+    "unpack",
+    "unpool",
+]

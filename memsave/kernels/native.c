@@ -7,6 +7,7 @@
 #define Py_LIMITED_API 0x030b0000
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#include <math.h>
 #include <stdint.h>
 #include <string.h>
 
@@ -193,6 +194,128 @@ enum { BLOCK_OF_ROW = 2048 };
 NORM(float)
 NORM(double)
 
+/* Max pooling over three spatial axes, where those that are missing have size 1. Several `channels`
+   lie beside each other where they are stored last. An offset is an index in the window. */
+
+enum { BLOCK_OF_POOL = 256, LARGEST_WINDOW = 256 };
+
+typedef struct {
+    const void *x; /* or the gradient of y */
+    void *y;       /* or the gradient of x */
+    uint8_t *offsets;
+    size channels, in[3], out[3], kernel[3], stride[3], padding[3], dilation[3];
+    size moves[LARGEST_WINDOW]; /* backwards: from the start of a window to each of its places */
+} Pool;
+
+static inline size at_most(size a, size b) { return a < b ? a : b; }
+
+/* How many steps from `start` to the first place that is not before `place`. */
+static inline size steps(size start, size place, size step) {
+    return start < place ? (place - start + step - 1) / step : 0;
+}
+
+/* Elements are taken together that lie beside each other: outputs of a row, or channels of one. */
+#define BETTER(STEP)                                                                    \
+    EACH for (size k = from; k < to; k++) {                                             \
+        const T v = x[k * (STEP)];                                                      \
+        const int better = (v > best[k]) | (v != v);                                    \
+        best[k] = better ? v : best[k];                                                 \
+        which[k] = better ? offset : which[k];                                          \
+    }
+
+/* Forwards, for some rows of outputs. */
+#define MAX_POOL(NAME)                                                                  \
+    LOOP void NAME(const void *work, size start, size end, size thread) {               \
+        const Pool *pool = work;                                                        \
+        const size *in = pool->in, *out = pool->out, *kernel = pool->kernel;            \
+        const size *dilation = pool->dilation, channels = pool->channels;               \
+        const int last = channels > 1;                                                  \
+        const size step = last ? 1 : pool->stride[2], lane = last ? channels : out[2];  \
+        size first_output[LARGEST_WINDOW], end_of_outputs[LARGEST_WINDOW];              \
+        for (size k = 0; k < kernel[2]; k++) {                                          \
+            const size at = k * dilation[2] - pool->padding[2];                         \
+            first_output[k] = steps(at, 0, pool->stride[2]);                            \
+            end_of_outputs[k] = steps(at, in[2], pool->stride[2]);                      \
+        }                                                                               \
+        (void)thread;                                                                   \
+        for (size row = start; row < end; row++) {                                      \
+            const size at0 = row / out[1] % out[0] * pool->stride[0] - pool->padding[0]; \
+            const size at1 = row % out[1] * pool->stride[1] - pool->padding[1];         \
+            const size skip0 = steps(at0, 0, dilation[0]), skip1 = steps(at1, 0, dilation[1]); \
+            const T *plane = (const T *)pool->x +                                       \
+                             row / (out[0] * out[1]) * in[0] * in[1] * in[2] * channels; \
+            T *y = (T *)pool->y + row * out[2] * channels;                              \
+            uint8_t *offsets = pool->offsets + row * out[2] * channels;                 \
+            for (size done = 0, count; done < out[2] * channels; done += count) {       \
+                const size begin = done % lane, output = last ? done / lane : begin;    \
+                const size at2 = output * pool->stride[2] - pool->padding[2];           \
+                T best[BLOCK_OF_POOL];                                                  \
+                int32_t which[BLOCK_OF_POOL];                                           \
+                count = at_most(BLOCK_OF_POOL, lane - begin);                           \
+                for (size k = 0; k < count; k++) {                                      \
+                    const size skip2 = steps(last ? at2 : at2 + k * step, 0, dilation[2]); \
+                    best[k] = (T)-INFINITY;                                             \
+                    which[k] = (int32_t)((skip0 * kernel[1] + skip1) * kernel[2] + skip2); \
+                }                                                                       \
+                for (size k0 = skip0; k0 < kernel[0] && at0 + k0 * dilation[0] < in[0]; k0++) \
+                    for (size k1 = skip1; k1 < kernel[1] && at1 + k1 * dilation[1] < in[1]; k1++) \
+                        for (size k2 = 0; k2 < kernel[2]; k2++) {                       \
+                            const int32_t offset = (int32_t)((k0 * kernel[1] + k1) * kernel[2] + k2); \
+                            const size line = (at0 + k0 * dilation[0]) * in[1] + at1 + k1 * dilation[1]; \
+                            const size place = line * in[2] + at2 + k2 * dilation[2];   \
+                            const T *x = plane + place * channels + (last ? begin : 0); \
+                            size from = first_output[k2] - output, to = end_of_outputs[k2] - output; \
+                            if (last) {                                                 \
+                                if (from > 0 || to <= 0) continue;                      \
+                                from = 0, to = count;                                   \
+                            }                                                           \
+                            from = from < 0 ? 0 : from, to = at_most(to, count);        \
+                            if (step == 1) BETTER(1)                                    \
+                            else if (step == 2) BETTER(2)                               \
+                            else BETTER(step)                                           \
+                        }                                                               \
+                for (size k = 0; k < count; k++) y[done + k] = best[k];                 \
+                for (size k = 0; k < count; k++) offsets[done + k] = (uint8_t)which[k]; \
+            }                                                                           \
+        }                                                                               \
+    }
+
+/* Backwards, for some planes of x. Windows that overlap add up, in the order of the outputs. */
+#define UNPOOL(NAME)                                                                    \
+    LOOP void NAME(const void *work, size start, size end, size thread) {               \
+        const Pool *pool = work;                                                        \
+        const size *in = pool->in, *out = pool->out, channels = pool->channels;         \
+        const size places = in[0] * in[1] * in[2];                                      \
+        size done = start * out[0] * out[1] * out[2] * channels;                        \
+        const T *g = pool->x;                                                           \
+        (void)thread;                                                                   \
+        for (size plane = start; plane < end; plane++) {                                \
+            T *dx = (T *)pool->y + plane * places * channels;                           \
+            memset(dx, 0, places * channels * sizeof(T));                               \
+            for (size o0 = 0; o0 < out[0]; o0++)                                        \
+                for (size o1 = 0; o1 < out[1]; o1++) {                                  \
+                    const size at0 = o0 * pool->stride[0] - pool->padding[0];           \
+                    const size at1 = o1 * pool->stride[1] - pool->padding[1];           \
+                    size at = (at0 * in[1] + at1) * in[2] - pool->padding[2];           \
+                    for (size o2 = 0; o2 < out[2]; o2++, at += pool->stride[2])         \
+                        for (size c = 0; c < channels; c++, done++) {                   \
+                            const size place = at + pool->moves[pool->offsets[done]];   \
+                            if ((size_t)place < (size_t)places) /* not so for another's offsets */ \
+                                dx[place * channels + c] += g[done];                    \
+                        }                                                               \
+                }                                                                       \
+        }                                                                               \
+    }
+
+#define T float
+MAX_POOL(max_pool_float)
+UNPOOL(unpool_float)
+#undef T
+#define T double
+MAX_POOL(max_pool_double)
+UNPOOL(unpool_double)
+#undef T
+
 /* Threads are those of the OpenMP runtime that torch has loaded, if it has: others would compete
    with them, which wait for more work actively. A fork has none of its parent's. */
 
@@ -290,11 +413,40 @@ static PyObject *norm(PyObject *module, PyObject *args) {
     Py_RETURN_NONE;
 }
 
+static PyObject *pool(PyObject *module, PyObject *args) {
+    int backwards, is_double;
+    size planes, threads, x, y, offsets;
+    Pool pool = {0};
+#define THREE(FIELD) &pool.FIELD[0], &pool.FIELD[1], &pool.FIELD[2]
+    if (!PyArg_ParseTuple(args, "ppnnnnnn(nnn)(nnn)(nnn)(nnn)(nnn)(nnn):pool", &backwards, &is_double,
+                          &planes, &pool.channels, &threads, &x, &y, &offsets, THREE(in),
+                          THREE(out), THREE(kernel), THREE(stride), THREE(padding), THREE(dilation)))
+        return NULL;
+    const size *in = pool.in, *out = pool.out, *kernel = pool.kernel, *dilation = pool.dilation;
+    if (kernel[0] * kernel[1] * kernel[2] > LARGEST_WINDOW) {
+        PyErr_SetString(PyExc_ValueError, "the window is too large");
+        return NULL;
+    }
+    pool.x = (const void *)x, pool.y = (void *)y, pool.offsets = (uint8_t *)offsets;
+    for (size k = 0; k < kernel[0] * kernel[1] * kernel[2]; k++) {
+        const size k0 = k / kernel[2] / kernel[1], k1 = k / kernel[2] % kernel[1], k2 = k % kernel[2];
+        pool.moves[k] = (k0 * dilation[0] * in[1] + k1 * dilation[1]) * in[2] + k2 * dilation[2];
+    }
+    Loop *loop = backwards ? is_double ? unpool_double : unpool_float
+                           : is_double ? max_pool_double : max_pool_float;
+    in_threads((Task){loop, &pool, backwards ? planes : planes * out[0] * out[1], 1}, threads,
+               planes * in[0] * in[1] * in[2] * pool.channels);
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef methods[] = {
     {"run", run, METH_VARARGS, "run(loop, elements, threads, x, y, bits, a, b), where x, y and bits are addresses"},
     {"norm", norm, METH_VARARGS,
      "norm(is_double, rows, features, threads, g, kept, mean, rstd, weight, bias, dx, dweight, "
      "dbias, shift, from_y, centered), where arrays are addresses, or 0"},
+    {"pool", pool, METH_VARARGS,
+     "pool(backwards, is_double, planes, channels, threads, x, y, offsets, in, out, kernel, stride, "
+     "padding, dilation), where arrays are addresses, and sizes have three values"},
     {NULL, NULL, 0, NULL},
 };
 

@@ -1,4 +1,4 @@
-"""Bits on the CPU by the loops of native.c: one pass, where the reference takes several.
+"""Kernels of the CPU by the loops of native.c: one pass, where the reference takes several.
 
 Each function is that of its name in :mod:`memsave.kernels.reference`, or returns ``None`` where it
 does not apply: on another device, dtype or layout, on a tensor that has no memory of its own, or
@@ -7,12 +7,14 @@ where a mode has to see every operation.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from . import _native  # type: ignore[attr-defined]
-from .reference import INTEGERS, TESTS, Like, Rows, is_dense
+from .reference import INTEGERS, TESTS, Like, Rows, Windows, is_dense
 
 DTYPES = {torch.float32: "float", torch.float64: "double"}
 
@@ -143,6 +145,83 @@ def norm(rows: Rows, wrt: frozenset[str]) -> dict[str, Tensor] | None:
         rows.centered,
     )
     return {name: grad if name == "x" else grad.sum(0) for name, grad in grads.items()}
+
+
+#: Places in the largest window, of which a byte holds an offset.
+LARGEST_WINDOW = 256
+LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+def max_pool(x: Tensor, windows: Windows) -> tuple[Tensor, Tensor] | None:
+    """In one pass, without indices."""
+    layout = _layout(x, windows)
+    if layout is None or x.dtype not in DTYPES:
+        return None
+    shape = (*x.shape[: -len(windows.inputs)], *windows.outputs)
+    y = torch.empty(shape, dtype=x.dtype, memory_format=layout)
+    offsets = torch.empty(shape, dtype=torch.uint8, memory_format=layout)
+    _pool(False, x, y, offsets, windows, layout)
+    return y, offsets
+
+
+def unpool(g: Tensor, offsets: Tensor, windows: Windows, like: Like) -> Tensor | None:
+    """In one pass over the input and the output."""
+    layout = _layout(offsets, windows)
+    if layout is None or g.dtype not in DTYPES or offsets.dtype != torch.uint8:
+        return None
+    if not g.is_cpu or g.shape != offsets.shape:
+        return None
+    g = g.contiguous(memory_format=layout)
+    if not _has_memory(g, g.stride()):
+        return None
+    dx = torch.empty(like.shape, dtype=g.dtype, memory_format=layout)
+    _pool(True, g, dx, offsets, windows, layout)
+    return dx
+
+
+def _layout(x: Tensor, windows: Windows) -> torch.memory_format | None:
+    """How it is stored, where that is clear (to torch, too: one channel is first and last)."""
+    if math.prod(windows.kernel) > LARGEST_WINDOW or not x.numel() or not 1 <= x.ndim <= 5:
+        return None
+    if not _has_memory(x, x.stride()):
+        return None
+    first, last = x.is_contiguous(), LAST.get(x.ndim)
+    if len(windows.inputs) + 2 != x.ndim:
+        return torch.contiguous_format if first else None
+    if last is None:
+        return torch.contiguous_format if first and x.shape[1] > 1 else None
+    if first == x.is_contiguous(memory_format=last):
+        return None
+    return torch.contiguous_format if first else last
+
+
+def _pool(
+    backwards: bool,
+    x: Tensor,
+    y: Tensor,
+    offsets: Tensor,
+    windows: Windows,
+    layout: torch.memory_format,
+) -> None:
+    dims = len(windows.inputs)
+    first = layout is torch.contiguous_format
+    absent = (1,) * (3 - dims)
+    _native.pool(
+        backwards,
+        x.dtype == torch.float64,
+        math.prod(x.shape[:-dims]) if first else x.shape[0],
+        1 if first else x.shape[1],
+        torch.get_num_threads(),
+        x.data_ptr(),
+        y.data_ptr(),
+        offsets.data_ptr(),
+        absent + windows.inputs,
+        absent + windows.outputs,
+        absent + windows.kernel,
+        absent + windows.stride,
+        (0,) * (3 - dims) + windows.padding,
+        absent + windows.dilation,
+    )
 
 
 def _in_order(x: Tensor, like: Like) -> Tensor:

@@ -104,6 +104,34 @@ def norm(rows: Rows, wrt: frozenset[str]) -> dict[str, Tensor] | None:
     return None
 
 
+class Windows(NamedTuple):
+    """The windows of max pooling: one value per spatial axis throughout.
+
+    Attributes:
+        inputs, outputs: Sizes of the input and of the output.
+        kernel, stride, padding, dilation: As in :func:`torch.nn.functional.max_pool2d`.
+    """
+
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+
+
+def max_pool(x: Tensor, windows: Windows) -> tuple[Tensor, Tensor] | None:
+    """The output, and the offset of each maximum in its window (uint8, laid out as the output);
+    here ``None``: :mod:`memsave.layers.pooling` finds them from stock's indices.
+    """
+    return None
+
+
+def unpool(g: Tensor, offsets: Tensor, windows: Windows, like: Like) -> Tensor | None:
+    """The gradient of the input, ``like``, from that of the output; here ``None``, too."""
+    return None
+
+
 def pack(mask: Tensor, like: Like) -> Tensor:
     """Pack booleans, shape ``like.shape``, to uint8, shape ``(ceil(numel / 8),)``.
 

@@ -15,8 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .. import spec
-from ..function import Grads, Mask, Saved, Shapes, define
+from .. import kernels, spec
+from ..function import Grads, Mask, Saved, Shapes, define, is_plain_gradient
+from ..kernels.reference import Windows
 from .module import drop_in
 from .shape import Ints, channels_last, per_axis
 
@@ -88,6 +89,10 @@ def _fwd(
     x: Tensor,
     **options: Any,
 ) -> tuple[Any, dict[str, Tensor]]:
+    if (windows := _windows(x.shape[-dims:], **options)) and not options["return_indices"]:
+        fast = kernels.max_pool(x, windows)
+        if fast is not None:
+            return fast[0], {"offsets": fast[1]}
     y, places = primal(x, **{**options, "return_indices": True})
     window = window_of(x.shape[-dims:], y.shape[-dims:], **options)
     dtype = OFFSET[spec.offset_bits(window.kernel)]
@@ -111,6 +116,10 @@ def _bwd(
     like = shapes["x"]
     assert like is not None
     inputs, outputs = like.shape[-dims:], g.shape[-dims:]
+    if is_plain_gradient(g) and (windows := _windows(inputs, **options)):
+        dx = kernels.unpool(g, saved["offsets"], windows, like)
+        if dx is not None:
+            return {"x": dx}
     places = window_of(inputs, outputs, **options).places(saved["offsets"])
     if dims == 3:  # and that window may begin in the padding
         places.clamp_(0, math.prod(inputs) - 1)
@@ -125,6 +134,41 @@ def _bwd(
     dx = flat.new_zeros(*like.shape[:-dims], math.prod(inputs))
     dx.scatter_add_(-1, places.flatten(-dims), flat)
     return {"x": dx.view(like.shape)}
+
+
+def _windows(
+    inputs: torch.Size,
+    *,
+    kernel_size: Ints | None = None,
+    stride: Ints | None = None,
+    padding: Ints = 0,
+    dilation: Ints = 1,
+    ceil_mode: bool = False,
+    **_: Any,
+) -> Windows | None:
+    """The windows as kernels know them: not of adaptive pooling, nor of what stock may refuse."""
+    dims = len(inputs)
+    options = (kernel_size, stride or kernel_size, padding, dilation)
+    if not all(isinstance(option, int | tuple | list) for option in options):
+        return None
+    kernel, step, pad, apart = (tuple(per_axis(option, dims)) for option in options)  # type: ignore[arg-type]
+    if {type(value) for value in (*kernel, *step, *pad, *apart)} != {int}:
+        return None
+    if not len(kernel) == len(step) == len(pad) == len(apart) == dims:
+        return None
+    if min(*kernel, *step, *apart) < 1 or any(
+        not 0 <= 2 * before <= size for before, size in zip(pad, kernel, strict=True)
+    ):
+        return None
+    outputs = []
+    for size, width, along, before, wide in zip(inputs, kernel, step, pad, apart, strict=True):
+        room = size + 2 * before - wide * (width - 1) - 1
+        count = (room + (along - 1 if ceil_mode else 0)) // along + 1
+        # The last window begins in the input or in the padding before it.
+        outputs.append(count - (ceil_mode and (count - 1) * along >= size + before))
+    if min(outputs) < 1:
+        return None
+    return Windows(tuple(inputs), tuple(outputs), kernel, step, pad, apart)
 
 
 def _window(
