@@ -15,9 +15,10 @@ constants there, unless the rule is ``smooth``: then they are differentiated lik
 ``g`` is a dict of the gradients of ``y`` and, in double backward, of extras.
 
 The stock op itself runs where there is nothing to save (no gradient wanted; a mask for which stock
-keeps exactly what the row says, as ``stock_keeps`` declares and the tests check), and where Python
-autograd functions cannot follow: ``torch.func``, forward-mode AD, ``torch.jit``, ``torch.fx``,
-``torch.export`` and ONNX, tensor subclasses, complex, sparse and nested tensors.
+keeps exactly what the row says, as ``stock_keeps`` declares and the tests check; or, of a module,
+no more bytes: see :func:`stock_suffices`), and where Python autograd functions cannot follow:
+``torch.func``, forward-mode AD, ``torch.jit``, ``torch.fx``, ``torch.export`` and ONNX, tensor
+subclasses, complex, sparse and nested tensors.
 """
 
 from __future__ import annotations
@@ -297,6 +298,20 @@ def _plain(arg: Any) -> bool:
     ):
         return False
     return arg.layout is torch.strided and not (arg.is_complex() or arg.is_nested)
+
+
+def stock_suffices(*wanted: Any) -> bool:
+    """Whether a module whose stock op keeps no bytes beyond those of its row may call it at once.
+
+    So it is if the gradient of one of ``wanted`` is. Then the stock op keeps what the row says, and
+    refers to parameters and buffers, which live anyway. It spares the time of a Python function.
+    (Not while somebody observes what layers keep, or traces.)
+    """
+    if torch.compiler.is_compiling() or _observer is not None:
+        return False
+    if torch._C._get_tracing_state() is not None:
+        return False
+    return any(isinstance(tensor, Tensor) and tensor.requires_grad for tensor in wanted)
 
 
 def is_traced(x: Any) -> bool:

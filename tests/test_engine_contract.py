@@ -808,3 +808,47 @@ def test_options_of_embeddings(options) -> None:
         return outcome(lambda weight: lookup(indices, weight, **options), [weight])
 
     same(call(memsave.functional.embedding), call(nn.functional.embedding))
+
+
+def has_rule(y: Tensor) -> bool:
+    """Whether it comes out of a rule (and maybe a view)."""
+    nodes = [y.grad_fn, *(node for node, _ in y.grad_fn.next_functions)]
+    return any("Memsave" in type(node).__name__ for node in nodes)
+
+
+NORMS = [
+    (memsave.nn.BatchNorm1d(6), (4, 6)),
+    (memsave.nn.BatchNorm2d(6), (2, 6, 4, 3)),
+    (memsave.nn.LayerNorm((4, 3)), (2, 6, 4, 3)),
+    (memsave.nn.LayerNorm(3, bias=False), (2, 6, 4, 3)),
+    (memsave.nn.LayerNorm(3, elementwise_affine=False), (2, 6, 4, 3)),
+    (memsave.nn.GroupNorm(2, 6), (2, 6, 4, 3)),
+    (memsave.nn.GroupNorm(2, 6, affine=False), (2, 6, 4, 3)),
+]
+
+
+@pytest.mark.parametrize("wanted", ["input", "weight", "bias", "all"])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last, None])
+@pytest.mark.parametrize(("norm", "shape"), NORMS, ids=lambda value: type(value).__name__)
+def test_norms_are_stock_where_that_keeps_no_more(norm, shape, layout, wanted) -> None:
+    """Bytes, that is: parameters and buffers, to which stock refers, live anyway."""
+    x = torch.randn(shape)
+    if layout is None:
+        x = torch.stack([x, x], -1)[..., 0]
+    elif len(shape) == 4:
+        x = x.to(memory_format=layout)
+    x.requires_grad_(wanted in ("input", "all"))
+    for name, parameter in norm.named_parameters():
+        parameter.requires_grad_(wanted in (name, "all"))
+    free = [*norm.parameters(), *norm.buffers()]
+    y = norm(x)
+    if not y.requires_grad:
+        return
+    with function.observe(lambda call: None):
+        ruled = norm(x)
+        assert has_rule(ruled)
+        by_rule = helpers.kept(lambda: norm(x), free)
+    assert y.equal(ruled)
+    assert helpers.kept(lambda: norm(x), free) == by_rule
+    is_stock = wanted != "bias" and not (layout is None and isinstance(norm, nn.GroupNorm))
+    assert has_rule(y) != is_stock

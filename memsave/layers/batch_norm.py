@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import spec
-from ..function import Grads, Mask, Saved, Shapes, define
+from ..function import Grads, Mask, Saved, Shapes, define, stock_suffices
 from .module import drop_in
 
 
@@ -174,7 +174,8 @@ def _forward(module: Any, input: Tensor) -> Tensor:
         module.num_batches_tracked.add_(1)
         if momentum is None:  # cumulative average
             momentum = 1.0 / float(module.num_batches_tracked)
-    return batch_norm(
+    function = F.batch_norm if _stock_suffices(module, input) else batch_norm
+    return function(
         input,
         module.running_mean if tracked else None,
         module.running_var if tracked else None,
@@ -183,6 +184,16 @@ def _forward(module: Any, input: Tensor) -> Tensor:
         module.training or (module.running_mean is None and module.running_var is None),
         0.0 if momentum is None else momentum,
         module.eps,
+    )
+
+
+def _stock_suffices(module: Any, input: Tensor) -> bool:
+    """(Without a weight, its second derivative leaves out terms; elsewhere it may copy ``x``.)"""
+    return (
+        module.training
+        and module.weight is not None
+        and input.is_cpu
+        and stock_suffices(input, module.weight)
     )
 
 

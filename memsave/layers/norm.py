@@ -21,7 +21,16 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import kernels, spec
-from ..function import Grads, Mask, Saved, Shapes, define, is_plain_gradient, is_traced
+from ..function import (
+    Grads,
+    Mask,
+    Saved,
+    Shapes,
+    define,
+    is_plain_gradient,
+    is_traced,
+    stock_suffices,
+)
 from ..kernels.reference import Rows
 from .batch_norm import batch_norm, weight_or_ones, wide_dtype
 from .module import drop_in
@@ -617,7 +626,8 @@ class LayerNorm(nn.LayerNorm):
     """As :class:`torch.nn.LayerNorm`. Keeps its input, or nothing for the bias alone."""
 
     def forward(self, input: Tensor) -> Tensor:
-        return layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
+        function = F.layer_norm if stock_suffices(input, self.weight) else layer_norm
+        return function(input, self.normalized_shape, self.weight, self.bias, self.eps)
 
 
 @drop_in(spec.LAYER_NORM_FROM_OUTPUT)
@@ -659,7 +669,11 @@ class GroupNorm(nn.GroupNorm):
     """As :class:`torch.nn.GroupNorm`. Keeps its input, or nothing for the bias alone."""
 
     def forward(self, input: Tensor) -> Tensor:
-        return group_norm(input, self.num_groups, self.weight, self.bias, self.eps)
+        # Of another layout the stock op keeps a copy.
+        as_it_is = input.is_contiguous() or _memory_format(input) is not None
+        stock = as_it_is and stock_suffices(input, self.weight)
+        function = F.group_norm if stock else group_norm
+        return function(input, self.num_groups, self.weight, self.bias, self.eps)
 
 
 @drop_in(spec.GROUP_NORM_FROM_OUTPUT)

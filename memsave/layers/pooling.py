@@ -89,7 +89,8 @@ def _fwd(
     x: Tensor,
     **options: Any,
 ) -> tuple[Any, dict[str, Tensor]]:
-    if (windows := _windows(x.shape[-dims:], **options)) and not options["return_indices"]:
+    windows = _windows(x.shape[-dims:], **options) if dims < x.ndim < dims + 3 else None
+    if windows and not options["return_indices"]:
         fast = kernels.max_pool(x, windows)
         if fast is not None:
             return fast[0], {"offsets": fast[1]}
@@ -116,7 +117,7 @@ def _bwd(
     like = shapes["x"]
     assert like is not None
     inputs, outputs = like.shape[-dims:], g.shape[-dims:]
-    if is_plain_gradient(g) and (windows := _windows(inputs, **options)):
+    if (windows := _windows(inputs, **options)) and is_plain_gradient(g):
         dx = kernels.unpool(g, saved["offsets"], windows, like)
         if dx is not None:
             return {"x": dx}
