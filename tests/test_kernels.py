@@ -207,6 +207,31 @@ def test_relu(fast: Any, size: int, dtype: torch.dtype, inplace: bool) -> None:
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("name", [*reference.PIECES])
+def test_piecewise(fast: Any, size: int, dtype: torch.dtype, inplace: bool, name: str) -> None:
+    x = values(size, dtype, seed=size)
+    inplace = inplace and name not in ("hardshrink", "softshrink")  # which stock has not
+    for low, high in ((-3.0, 3.0), (-1.0, 1.0), (0.0, 6.0), (0.01, 0.3)):
+        if name in ("hardshrink", "softshrink"):
+            low = -high
+        elif name == "hardsigmoid":
+            low, high = -3.0, 3.0
+        given = x.clone()
+        version = given._version
+        found = fast.piecewise(given, inplace, name, low, high)
+        assert (found is None) == (x.itemsize < 4)
+        if found is None:
+            continue
+        y, bits = found
+        expected = reference.piecewise(x.clone(), inplace, name, low, high)
+        assert same(y, expected[0])
+        assert bits.equal(expected[1])
+        assert (y is given, given._version > version) == (inplace, inplace)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("test", [*reference.TESTS])
 def test_compare(fast: Any, size: int, dtype: torch.dtype, test: str) -> None:
     x = values(size, dtype, seed=size)

@@ -51,6 +51,7 @@ select = _fastest("select")
 scale = _fastest("scale")
 unpool = _fastest("unpool")
 pack = _fastest("pack")
+piecewise = _fastest("piecewise")
 unpack = reference.unpack
 
 __all__ = [
@@ -58,6 +59,7 @@ __all__ = [
     "max_pool",
     "norm",
     "pack",
+    "piecewise",
     "relu",
     "scale",
     "select",

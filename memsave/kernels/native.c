@@ -102,6 +102,13 @@ static inline void spread(const uint8_t *byte, uint8_t *flags) {
 
 #define OF_FLOATS(T)                                                                \
     TO_BITS(relu_##T, T, flag = !(v <= 0); y[j] = v < 0 ? 0 : v)                    \
+    TO_BITS(leaky_relu_##T, T, flag = v > 0; y[j] = v > 0 ? v : v * a)                 \
+    TO_BITS(hardtanh_##T, T, flag = !(v <= a) & !(v >= b); const T w = v < a ? a : v;  \
+            y[j] = w > b ? b : w)                                                      \
+    TO_BITS(threshold_##T, T, flag = !(v <= a); y[j] = v <= a ? b : v)                 \
+    TO_BITS(hardshrink_##T, T, flag = !((v >= a) & (v <= b)); y[j] = (v >= a) & (v <= b) ? 0 : v) \
+    TO_BITS(hardsigmoid_##T, T, flag = (v > a) & (v < b); const T w = v - a;           \
+            y[j] = (w < 0 ? 0 : w > b - a ? b - a : w) / (b - a))                      \
     TO_BITS(above_##T, T, flag = v > a)                                             \
     TO_BITS(within_##T, T, flag = (v > a) & (v < b))                                   \
     TO_BITS(not_outside_##T, T, flag = !((v <= a) | (v >= b)))                         \
@@ -371,6 +378,10 @@ static const struct {
     Loop *loop;
 } LOOPS[] = {
     NAMED(relu_float),        NAMED(relu_double),        NAMED(relu_half),
+    NAMED(leaky_relu_float),  NAMED(leaky_relu_double),  NAMED(hardtanh_float),
+    NAMED(hardtanh_double),   NAMED(threshold_float),    NAMED(threshold_double),
+    NAMED(hardshrink_float),  NAMED(hardshrink_double),
+    NAMED(hardsigmoid_float), NAMED(hardsigmoid_double),
     NAMED(above_float),       NAMED(above_double),       NAMED(within_float),
     NAMED(within_double),     NAMED(not_outside_float),  NAMED(not_outside_double),
     NAMED(not_inside_float),  NAMED(not_inside_double),  NAMED(nonzero),

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from . import _native  # type: ignore[attr-defined]
-from .reference import INTEGERS, TESTS, Like, Rows, Windows, is_dense
+from .reference import INTEGERS, PIECES, TESTS, Like, Rows, Windows, is_dense
 
 DTYPES = {torch.float32: "float", torch.float64: "double"}
 
@@ -30,6 +30,8 @@ RELU = {
     torch.bfloat16: (_native.relu_half, 0x7F80),
     torch.float16: (_native.relu_half, 0x7C00),
 }
+#: (Of softshrink, the sign of a zero depends on how torch comes by it.)
+PIECEWISE = {name: _loops(name) for name in PIECES if name != "softshrink"}
 COMPARE = {test: _loops(test) for test in TESTS}
 SCALE = _loops("scale")
 SELECT = {size: getattr(_native, f"select_int{8 * size}_t") for size in INTEGERS}
@@ -60,11 +62,32 @@ def _empty_bits(x: Tensor) -> Tensor:
 
 def relu(x: Tensor, inplace: bool) -> tuple[Tensor, Tensor] | None:
     """The output and the bits in one pass."""
-    if x.dtype not in RELU or not _has_memory(x, x.stride()):
+    if x.dtype not in RELU:
         return None
     loop, infinity = RELU[x.dtype]
+    return _with_bits(loop, x, inplace, infinity)
+
+
+def piecewise(
+    x: Tensor, inplace: bool, name: str, low: float, high: float
+) -> tuple[Tensor, Tensor] | None:
+    """The output and the bits in one pass (or the bits, where torch has to compute the output)."""
+    if x.dtype not in DTYPES or {type(low), type(high)} - {float, int}:
+        return None
+    if name in PIECEWISE:
+        return _with_bits(PIECEWISE[name][x.dtype], x, inplace, low, high)
+    op, test = PIECES[name]
+    bits = compare(x, Like.of(x), *test(low, high))
+    return None if bits is None else (op(x, low, high, inplace), bits)
+
+
+def _with_bits(
+    loop: int, x: Tensor, inplace: bool, a: float, b: float = 0
+) -> tuple[Tensor, Tensor] | None:
+    if not _has_memory(x, x.stride()):
+        return None
     y, bits = x if inplace else torch.empty_like(x), _empty_bits(x)
-    _run(loop, x, y, bits, infinity)
+    _run(loop, x, y, bits, a, b)
     if inplace:
         torch.autograd.graph.increment_version(x)
     return y, bits

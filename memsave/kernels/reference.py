@@ -7,6 +7,7 @@ direction copies a channels_last tensor into another layout.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
@@ -42,12 +43,60 @@ TESTS: dict[str, Callable[[Tensor, float, float], Tensor]] = {
 }
 
 
+class Piece(NamedTuple):
+    """An activation that is linear in pieces, of two numbers ``low`` and ``high``.
+
+    Attributes:
+        op: ``op(x, low, high, inplace)``, by torch.
+        test: Where a gradient passes (or passes whole), of :data:`TESTS`, with its bounds.
+    """
+
+    op: Callable[[Tensor, float, float, bool], Tensor]
+    test: Callable[[float, float], tuple[str, float, float]]
+
+
+#: By the name of the stock function. (The slope of a leaky ReLU is ``low``; the value of a
+#: threshold, ``high``.)
+PIECES = {
+    "hardshrink": Piece(
+        lambda x, low, high, inplace: F.hardshrink(x, high),
+        lambda low, high: ("not_inside", low, high),
+    ),
+    "hardsigmoid": Piece(
+        lambda x, low, high, inplace: F.hardsigmoid(x, inplace),
+        lambda low, high: ("within", low, high),
+    ),
+    "hardtanh": Piece(F.hardtanh, lambda low, high: ("not_outside", low, high)),
+    "leaky_relu": Piece(
+        lambda x, low, high, inplace: F.leaky_relu(x, low, inplace),
+        lambda low, high: ("above", 0.0, 0.0),
+    ),
+    "softshrink": Piece(
+        lambda x, low, high, inplace: F.softshrink(x, high),
+        lambda low, high: ("not_inside", low, high),
+    ),
+    "threshold": Piece(F.threshold, lambda low, high: ("not_outside", low, math.nan)),
+}
+
+
 def relu(x: Tensor, inplace: bool) -> tuple[Tensor, Tensor]:
     """``F.relu(x, inplace)``, and the bits of where it passes a gradient."""
     y = F.relu(x, inplace)
     # Stock passes a gradient unless y <= 0, hence also where y is nan. y is never negative, so that
     # is where it is not zero, and torch converts to bool four times as fast as it compares.
     return y, pack(y.bool(), Like.of(y))
+
+
+def piecewise(
+    x: Tensor, inplace: bool, name: str, low: float, high: float
+) -> tuple[Tensor, Tensor]:
+    """One of :data:`PIECES`, and the bits of where its test holds."""
+    op, test = PIECES[name]
+    if inplace:  # y overwrites x
+        bits = compare(x, Like.of(x), *test(low, high))
+        return op(x, low, high, True), bits
+    y = op(x, low, high, False)
+    return y, compare(x, Like.of(y), *test(low, high))
 
 
 def compare(x: Tensor, like: Like, test: str, low: float, high: float) -> Tensor:

@@ -5,7 +5,6 @@ Each says where the gradient passes as stock's does, nan and the kinks included.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -66,23 +65,23 @@ _relu_from_output = define(spec.RELU_FROM_OUTPUT, _relu_primal)
 def _define(
     row: Layer,
     primal: Callable[..., Tensor],
-    test: Callable[..., tuple[str, float, float]],
+    piece: Callable[..., tuple[str, float, float]],
     gradient: Callable[..., Tensor],
 ) -> Callable[..., Tensor]:
-    """The rule of a row whose one extra says where a test of ``x`` holds.
+    """The rule of a row whose one extra says where a gradient passes.
 
     Args:
-        test: ``test(**options)``: one of :data:`memsave.kernels.reference.TESTS`, and its bounds.
+        piece: ``piece(**options)``: one of :data:`memsave.kernels.reference.PIECES`, and its
+            numbers.
         gradient: ``gradient(g, bits, like, **options)``.
     """
     (extra,) = row.extras
 
-    def fwd(wrt: Mask, x: Tensor, **options: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        if options.get("inplace"):  # y overwrites x
-            bits = kernels.compare(x, Like.of(x), *test(**options))
-            return primal(x, **options), {extra: bits}
-        y = primal(x, **options)
-        return y, {extra: kernels.compare(x, Like.of(y), *test(**options))}
+    def fwd(
+        wrt: Mask, x: Tensor, *, inplace: bool = False, **options: Any
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        y, bits = kernels.piecewise(x, inplace, *piece(**options))
+        return y, {extra: bits}
 
     def bwd(g: Tensor, wrt: Mask, saved: Saved, shapes: Shapes, **options: Any) -> Grads:
         return {"x": gradient(g, saved[extra], shapes["y"], **options)}
@@ -97,43 +96,43 @@ def _where_it_passes(g: Tensor, bits: Tensor, like: Like | None, **_: Any) -> Te
 _leaky_relu = _define(
     spec.LEAKY_RELU,
     lambda x, negative_slope, inplace=False: F.leaky_relu(x, negative_slope, inplace),
-    lambda **_: ("above", 0.0, 0.0),
+    lambda negative_slope: ("leaky_relu", negative_slope, 0.0),
     lambda g, bits, like, negative_slope, **_: _scale(g, bits, like, negative_slope),
 )
 _relu6 = _define(
     spec.RELU6,
     lambda x, inplace=False: F.relu6(x, inplace),
-    lambda **_: ("not_outside", 0.0, 6.0),
+    lambda: ("hardtanh", 0.0, 6.0),
     _where_it_passes,
 )
 _hardtanh = _define(
     spec.HARDTANH,
     lambda x, min_val, max_val, inplace=False: F.hardtanh(x, min_val, max_val, inplace),
-    lambda min_val, max_val, **_: ("not_outside", min_val, max_val),
+    lambda min_val, max_val: ("hardtanh", min_val, max_val),
     _where_it_passes,
 )
 _threshold = _define(
     spec.THRESHOLD,
     lambda x, threshold, value, inplace=False: F.threshold(x, threshold, value, inplace),
-    lambda threshold, **_: ("not_outside", threshold, math.nan),
+    lambda threshold, value: ("threshold", threshold, value),
     _where_it_passes,
 )
 _hardsigmoid = _define(
     spec.HARDSIGMOID,
     lambda x, inplace=False: F.hardsigmoid(x, inplace),
-    lambda **_: ("within", -3.0, 3.0),
-    lambda g, bits, like, **_: _select(g, bits, like) * ONE_SIXTH,
+    lambda: ("hardsigmoid", -3.0, 3.0),
+    lambda g, bits, like, **_: _select(g, bits, like).mul_(ONE_SIXTH),
 )
 _hardshrink = _define(
     spec.HARDSHRINK,
     lambda x, lambd: F.hardshrink(x, lambd),
-    lambda lambd: ("not_inside", -lambd, lambd),
+    lambda lambd: ("hardshrink", -lambd, lambd),
     _where_it_passes,
 )
 _softshrink = _define(
     spec.SOFTSHRINK,
     lambda x, lambd: F.softshrink(x, lambd),
-    lambda lambd: ("not_inside", -lambd, lambd),
+    lambda lambd: ("softshrink", -lambd, lambd),
     _where_it_passes,
 )
 
