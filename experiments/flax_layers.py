@@ -1,4 +1,4 @@
-"""JAX: every layer that keeps less than stock, alone: bytes kept, and time of a jitted step.
+"""JAX: layers alone: bytes kept, and time of a jitted step.
 
 Beside stock stands ``jax.checkpoint`` of the stock layer, which keeps its input and computes the
 layer again. Alternatives of one op (two rows of dropout, of relu) are there to be compared. Kept
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import Array
 
 import memsave_jax
-from memsave_jax import function, functional as F
+from memsave_jax import function as engine, functional as F
 
 from .harness import Experiment
 from .measure import compare, difference
@@ -28,6 +28,18 @@ from .results import Record
 TOLERANCE = 1e-5
 
 
+def _of_vectors(norm: Callable[..., Array], **options: Any) -> Callable[[Array, Array], Array]:
+    def layer(x: Array, key: Array) -> Array:
+        vector = jnp.ones(x.shape[-1])
+        return norm(x, vector, vector, **options)
+
+    return layer
+
+
+def _elementwise(function: Callable[[Array], Array]) -> Callable[[Array, Array], Array]:
+    return lambda x, key: function(x)
+
+
 def _batch_norm_train(x: Array, key: Array) -> Array:
     vector = jnp.ones(x.shape[-1])
     return F.batch_norm(x, None, None, vector, vector, use_running_average=False)[0]
@@ -35,13 +47,20 @@ def _batch_norm_train(x: Array, key: Array) -> Array:
 
 #: Functions of ``x`` and a key.
 LAYERS: dict[str, Callable[[Array, Array], Array]] = {
-    "relu": lambda x, key: F.relu(x),
-    "relu_from_output": lambda x, key: F.relu_from_output(x),
+    **{
+        function.__name__: _elementwise(function)
+        for function in (F.relu, F.relu_from_output, F.leaky_relu, F.relu6, F.gelu, F.silu)
+    },
     "dropout": lambda x, key: F.dropout(x, 0.1, key),
     "dropout_from_rng": lambda x, key: F.dropout_from_rng(x, 0.1, key),
     "max_pool2d, 2x2": lambda x, key: F.max_pool(x, (2, 2), (2, 2)),
     "max_pool2d, 3x3 by 2": lambda x, key: F.max_pool(x, (3, 3), (2, 2), "SAME"),
     "batch_norm_train": _batch_norm_train,
+    "layer_norm": _of_vectors(F.layer_norm),
+    "layer_norm_from_output": _of_vectors(F.layer_norm_from_output),
+    "rms_norm": lambda x, key: F.rms_norm(x, jnp.ones(x.shape[-1])),
+    "rms_norm_from_output": lambda x, key: F.rms_norm_from_output(x, jnp.ones(x.shape[-1])),
+    "group_norm": _of_vectors(F.group_norm),
 }
 
 
@@ -80,7 +99,7 @@ def _step(layer: Callable[[Array], Array], x: Array, form: Any) -> Callable[[], 
         y, pull = jax.vjp(layer, x)
         return y, pull(g)[0]
 
-    with function.using(form):
+    with engine.using(form):
         shape = jax.eval_shape(layer, x).shape
         g = jax.random.normal(jax.random.key(2), shape)
         program = jax.jit(step).lower(x, g).compile()

@@ -90,7 +90,7 @@ class Config:
     dtype: str = "float32"
     compare: bool = False
     paper_code: str = ""
-    seconds: float = 4.0
+    seconds: float = 2.0
     least: int = 7
 
 
