@@ -15,6 +15,9 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", ".pytest_cache/jax")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
+# Kernels of Triton are tested on the CPU. (To be said before triton is imported.)
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
 import itertools
 from collections.abc import Iterator
 

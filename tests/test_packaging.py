@@ -206,8 +206,8 @@ def test_the_pins_serve_every_extra() -> None:
     pins = {}
     for line in (ROOT / "requirements-dev.txt").read_text().splitlines():
         if line and not line.startswith(("#", "--")):
-            name, version = line.split("==")
-            pins[_normal(name)] = version
+            name, version = line.partition(";")[0].split("==")
+            pins[_normal(name)] = version.strip()
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     extras = project["project"]["optional-dependencies"].values()
     for line in chain(project["build-system"]["requires"], *extras):

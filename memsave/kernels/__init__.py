@@ -4,7 +4,8 @@ Bits are one per element, in the storage order of what they describe.
 
 One interface, whatever computes it. :mod:`memsave.kernels.reference`, in plain torch, runs
 everywhere and says what each function is. The others are faster where they apply, and may be
-missing: :mod:`memsave.kernels.native` on CPU, which is compiled when the package is installed.
+missing: :mod:`memsave.kernels.native` on CPU, which is compiled when the package is installed, and
+:mod:`memsave.kernels.cuda`, by Triton.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 from . import reference
 
 IMPLEMENTATIONS: list[Any] = []
-for _name in ("native",):
+for _name in ("native", "cuda"):
     try:
         IMPLEMENTATIONS.append(importlib.import_module(f".{_name}", __name__))
     except ImportError:  # not compiled, or for a framework that is not there
@@ -28,7 +29,7 @@ for _name in ("native",):
 def _fastest(name: str) -> Callable[..., Any]:
     """What the first implementation that applies returns; the reference's where none does."""
     function = getattr(reference, name)
-    others = [getattr(implementation, name) for implementation in IMPLEMENTATIONS]
+    others = [getattr(one, name) for one in IMPLEMENTATIONS if hasattr(one, name)]
 
     def kernel(*args: Any) -> Any:
         if not torch.compiler.is_compiling():

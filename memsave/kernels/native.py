@@ -11,10 +11,10 @@ import math
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from . import _native  # type: ignore[attr-defined]
-from .reference import INTEGERS, PIECES, TESTS, Like, Rows, Windows, is_dense
+from .memory import empty_bits, has_memory, in_order
+from .reference import INTEGERS, PIECES, TESTS, Like, Rows, Windows
 
 DTYPES = {torch.float32: "float", torch.float64: "double"}
 
@@ -38,26 +38,12 @@ SELECT = {size: getattr(_native, f"select_int{8 * size}_t") for size in INTEGERS
 
 
 def _has_memory(x: Tensor, stride: tuple[int, ...]) -> bool:
-    """Whether it is real, and stored without gaps in this order."""
-    return (
-        x.is_cpu
-        and type(x) in (Tensor, Parameter)
-        and x.layout is torch.strided
-        and not x.is_neg()
-        and not torch._C._len_torch_dispatch_stack()
-        and not torch._C._len_torch_function_stack()
-        and x.stride() == stride
-        and (x.is_contiguous() or is_dense(Like.of(x)))
-    )
+    return x.is_cpu and has_memory(x, stride)
 
 
 def _run(loop: int, x: Tensor, y: Tensor, bits: Tensor, a: float = 0, b: float = 0) -> None:
     addresses = (x.data_ptr(), y.data_ptr(), bits.data_ptr())
     _native.run(loop, x.numel(), torch.get_num_threads(), *addresses, a, b)
-
-
-def _empty_bits(x: Tensor) -> Tensor:
-    return torch.empty((x.numel() + 7) // 8, dtype=torch.uint8)
 
 
 def relu(x: Tensor, inplace: bool) -> tuple[Tensor, Tensor] | None:
@@ -86,7 +72,7 @@ def _with_bits(
 ) -> tuple[Tensor, Tensor] | None:
     if not _has_memory(x, x.stride()):
         return None
-    y, bits = x if inplace else torch.empty_like(x), _empty_bits(x)
+    y, bits = x if inplace else torch.empty_like(x), empty_bits(x)
     _run(loop, x, y, bits, a, b)
     if inplace:
         torch.autograd.graph.increment_version(x)
@@ -97,7 +83,7 @@ def compare(x: Tensor, like: Like, test: str, low: float, high: float) -> Tensor
     """The bits in one pass."""
     if x.dtype not in COMPARE[test] or not _has_memory(x, like.stride):
         return None
-    bits = _empty_bits(x)
+    bits = empty_bits(x)
     _run(COMPARE[test][x.dtype], x, x, bits, low, high)
     return bits
 
@@ -106,14 +92,16 @@ def pack(mask: Tensor, like: Like) -> Tensor | None:
     """The bits in one pass."""
     if not _has_memory(mask, like.stride):
         return None
-    bits = _empty_bits(mask)
+    bits = empty_bits(mask)
     _run(_native.nonzero, mask, mask, bits)
     return bits
 
 
 def select(g: Tensor, bits: Tensor, like: Like) -> Tensor | None:
     """In one pass."""
-    g = _in_order(g, like)
+    if not g.is_cpu:
+        return None
+    g = in_order(g, like)
     if not _has_memory(g, like.stride):
         return None
     y = torch.empty_like(g)
@@ -125,9 +113,11 @@ def scale(
     x: Tensor, bits: Tensor, like: Like, on: float, off: float, inplace: bool = False
 ) -> Tensor | None:
     """In one pass."""
+    if x.dtype not in SCALE or not x.is_cpu:
+        return None
     if not inplace:
-        x = _in_order(x, like)
-    if x.dtype not in SCALE or not _has_memory(x, like.stride):
+        x = in_order(x, like)
+    if not _has_memory(x, like.stride):
         return None
     y = x if inplace else torch.empty_like(x)
     _run(SCALE[x.dtype], x, y, bits, on, off)
@@ -245,10 +235,3 @@ def _pool(
         (0,) * (3 - dims) + windows.padding,
         absent + windows.dilation,
     )
-
-
-def _in_order(x: Tensor, like: Like) -> Tensor:
-    """The tensor in the memory format that the bits are in."""
-    if x.stride() == like.stride or type(x) is not Tensor or not (x.is_cpu and is_dense(like)):
-        return x
-    return torch.empty_strided(like.shape, like.stride, dtype=x.dtype).copy_(x)

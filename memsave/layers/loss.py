@@ -9,6 +9,8 @@ Index legend: c classes, which are the second axis.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -39,13 +41,21 @@ def _primal(
 
 
 def _softmax(x: Tensor, g: Tensor) -> Tensor:
-    """In the dtype of ``g``, which under autocast is wider than that of the logits."""
+    """In the dtype of ``g``, which under autocast is wider than that of the logits; and in their
+    layout: torch's kernel would copy those of sequences, whose classes are stored last.
+    """
+    if x.ndim == 3 and x.stride(1) == 1:
+        return torch.softmax(x.movedim(1, -1), -1, dtype=g.dtype).movedim(-1, 1)
     return torch.softmax(x, 1, dtype=g.dtype)
 
 
 def _times(p: Tensor, total: Tensor) -> Tensor:
     """``p * total``, in the place of ``p`` unless it is to be differentiated."""
     return p.mul_(total) if is_plain_gradient(total) and not p.requires_grad else p * total
+
+
+def _range_like(index: Tensor) -> Callable[[int], Tensor]:
+    return lambda size: torch.arange(size, device=index.device)
 
 
 def _per_class(weight: Tensor | None, p: Tensor) -> Tensor:
@@ -85,7 +95,10 @@ def _bwd(
         dx = _times(p, total).addcmul_(soft, _per_class(weight, p), value=-1)
     else:
         dx = _times(p, hard)
-    return {"x": dx.scatter_add_(1, index.unsqueeze(1), -hard).to(x.dtype)}
+    # (scatter_add_ takes a copy of all in 32 bits where they are of 16.)
+    first, *others = torch.meshgrid(*map(_range_like(index), index.shape), indexing="ij")
+    dx.index_put_((first, index, *others), -hard.squeeze(1), accumulate=True)
+    return {"x": dx.to(x.dtype)}
 
 
 def _bwd_of_probabilities(

@@ -1,0 +1,132 @@
+"""Bits on CUDA devices by the loops of triton_loops.py: one pass, where the reference has several.
+
+Each function is that of its name in :mod:`memsave.kernels.reference`, or returns ``None`` where it
+does not apply. Triton, which PyTorch brings along for CUDA, is imported with the first call that
+needs it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from functools import cache, lru_cache
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .memory import empty_bits, has_memory, in_order
+from .reference import INTEGERS, Like
+
+if find_spec("triton") is None:
+    raise ImportError("no triton")
+
+#: Those of :data:`memsave.kernels.reference.PIECES` in which nothing is rounded but a product.
+PIECEWISE = ("hardshrink", "hardtanh", "leaky_relu", "threshold")
+#: Dtypes whose numbers a loop of float32 has; float64 has too many for the scalars of Triton.
+NARROW = (torch.float32, torch.bfloat16, torch.float16)
+#: Of bits, by one program.
+BYTES = 256
+
+
+@cache
+def _loops() -> Any:
+    return importlib.import_module(".triton_loops", __package__)
+
+
+def _is_here(x: Tensor) -> bool:
+    return x.is_cuda
+
+
+def _has_memory(x: Tensor, stride: tuple[int, ...]) -> bool:
+    return _is_here(x) and has_memory(x, stride)
+
+
+def _run(loop: str, x: Tensor, y: Tensor, bits: Tensor, *rest: Any) -> None:
+    if size := x.numel():
+        with torch.cuda.device_of(x):
+            grid = (-(-size // (8 * BYTES)),)
+            getattr(_loops(), loop)[grid](x, y, bits, size, *rest, BYTES)
+
+
+def _bits(x: Tensor, kind: str, low: float = 0.0, high: float = 0.0) -> Tensor:
+    bits = empty_bits(x)
+    _run("to_bits", x, x, bits, float(low), float(high), kind, False)
+    return bits
+
+
+def _with_bits(
+    x: Tensor, inplace: bool, kind: str, low: float = 0, high: float = 0
+) -> tuple[Tensor, Tensor] | None:
+    if not _has_memory(x, x.stride()):
+        return None
+    y, bits = x if inplace else torch.empty_like(x), empty_bits(x)
+    _run("to_bits", x, y, bits, float(low), float(high), kind, True)
+    if inplace:
+        torch.autograd.graph.increment_version(x)
+    return y, bits
+
+
+def relu(x: Tensor, inplace: bool) -> tuple[Tensor, Tensor] | None:
+    """The output and the bits in one pass."""
+    return _with_bits(x, inplace, "relu") if x.is_floating_point() else None
+
+
+def piecewise(
+    x: Tensor, inplace: bool, name: str, low: float, high: float
+) -> tuple[Tensor, Tensor] | None:
+    """The output and the bits in one pass."""
+    if x.dtype is not torch.float32 or name not in PIECEWISE:
+        return None
+    if {type(low), type(high)} - {float, int}:
+        return None
+    return _with_bits(x, inplace, name, low, high)
+
+
+def compare(x: Tensor, like: Like, test: str, low: float, high: float) -> Tensor | None:
+    """The bits in one pass."""
+    if x.dtype is not torch.float32 or not _has_memory(x, like.stride):
+        return None
+    return _bits(x, test, low, high)
+
+
+def pack(mask: Tensor, like: Like) -> Tensor | None:
+    """The bits in one pass."""
+    if not _has_memory(mask, like.stride):
+        return None
+    return _bits(mask.view(torch.uint8), "nonzero")
+
+
+def select(g: Tensor, bits: Tensor, like: Like) -> Tensor | None:
+    """In one pass."""
+    if not _is_here(g):
+        return None
+    g = in_order(g, like)
+    if not _has_memory(g, like.stride):
+        return None
+    y, integer = torch.empty_like(g), INTEGERS[g.itemsize]
+    _run("from_bits", g.view(integer), y.view(integer), bits, 0.0, 0.0, "select")
+    return y
+
+
+def scale(
+    x: Tensor, bits: Tensor, like: Like, on: float, off: float, inplace: bool = False
+) -> Tensor | None:
+    """In one pass."""
+    if x.dtype not in NARROW or not _is_here(x):
+        return None
+    if not inplace:
+        x = in_order(x, like)
+    if not _has_memory(x, like.stride):
+        return None
+    y = x if inplace else torch.empty_like(x)
+    _run("from_bits", x, y, bits, _rounded(on, x.dtype), _rounded(off, x.dtype), "scale")
+    if inplace:
+        torch.autograd.graph.increment_version(x)
+    return y
+
+
+@lru_cache(maxsize=64)
+def _rounded(number: float, dtype: torch.dtype) -> float:
+    """As an element of a tensor."""
+    return torch.tensor(number, dtype=dtype).item()

@@ -1,0 +1,34 @@
+"""Tensors as memory: what kernels that go by addresses have to know of them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from .reference import Like, is_dense
+
+
+def has_memory(x: Tensor, stride: tuple[int, ...]) -> bool:
+    """Whether it is real, stored without gaps in this order, and no mode has to see operations."""
+    return (
+        type(x) in (Tensor, Parameter)
+        and x.layout is torch.strided
+        and not x.is_neg()
+        and not torch._C._len_torch_dispatch_stack()
+        and not torch._C._len_torch_function_stack()
+        and x.stride() == stride
+        and (x.is_contiguous() or is_dense(Like.of(x)))
+    )
+
+
+def empty_bits(x: Tensor) -> Tensor:
+    """Room for the bits of a tensor."""
+    return torch.empty((x.numel() + 7) // 8, dtype=torch.uint8, device=x.device)
+
+
+def in_order(x: Tensor, like: Like) -> Tensor:
+    """The tensor in the memory format that the bits are in."""
+    if x.stride() == like.stride or type(x) is not Tensor or not is_dense(like):
+        return x
+    return torch.empty_strided(like.shape, like.stride, dtype=x.dtype, device=x.device).copy_(x)
