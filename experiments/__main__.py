@@ -37,6 +37,7 @@ EXPERIMENTS = (
     "functional_mode",
     "dropout_rows",
     "layer_times",
+    "kernel_times",
     "flax_scenarios",
     "flax_layers",
     "flax_rows",

@@ -26,7 +26,7 @@ import memsave
 from .harness import GIB, Experiment
 from .measure import best_device, compare, difference, peak_bytes
 from .other_savers import compile_with_budget, convert_by_paper
-from .render import mib, quartiles, table
+from .render import matrix, mib, quartiles, table
 from .results import Record
 
 #: Shapes of inputs by the spatial axes of a layer; 0 is rows of features.
@@ -75,6 +75,13 @@ EVAL = ", eval"
 LAYERS = (
     *memsave.nn.__all__,
     *(name + EVAL for name in memsave.nn.__all__ if name.startswith("BatchNorm")),
+)
+
+
+#: Of which the README of the repository tells.
+IN_MOST_MODELS = (
+    *("ReLU", "LeakyReLU", "ReLU6", "Hardtanh", "Dropout", "MaxPool2d"),
+    *("BatchNorm2d", "BatchNorm2d, eval", "LayerNorm", "RMSNorm", "GroupNorm", "Conv2d", "Linear"),
 )
 
 
@@ -283,6 +290,18 @@ def _line(record: Record[Case], others: Sequence[str]) -> Iterator[str]:
         yield f"{times[name]['ratio']:.2f}" if name in times else ""
 
 
+def summary(records: Sequence[Record[Case]]) -> str:
+    """Ratios of times of the layers that most models have, by size and gradients."""
+    cells = {
+        (record.case.layer, f"{record.case.size}: {record.case.wanted}"): (
+            f"{record.figures['times']['memsave']['ratio']:.2f}"
+        )
+        for record in records
+        if record.case.layer in IN_MOST_MODELS
+    }
+    return matrix("time, ratio to stock", cells)
+
+
 def misses(records: Sequence[Record[Case]]) -> Iterator[str]:
     """Outputs that are not stock's, gradients further than rounding, and more kept than stock."""
     for record in records:
@@ -312,5 +331,6 @@ EXPERIMENT = Experiment(
     measure=measure,
     table=show,
     misses=misses,
+    summary=summary,
     memory=lambda case: 6 * GIB if case.size == "100 MB" else 2 * GIB,
 )

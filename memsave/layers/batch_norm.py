@@ -81,7 +81,7 @@ def weight_or_ones(weight: Tensor | None, g: Tensor, shapes: Shapes) -> Tensor |
 def _bwd_eval(g: Tensor, wrt: Mask, saved: Saved, shapes: Shapes, *, eps: float) -> Grads:
     if not g.numel():
         return _zeros(g, wrt, shapes)
-    grads = {}
+    grads: Grads = {}
     if "x" in wrt:
         wide = wide_dtype(g.dtype)
         scale = saved["running_var"].to(wide).add(eps).rsqrt()
@@ -90,11 +90,12 @@ def _bwd_eval(g: Tensor, wrt: Mask, saved: Saved, shapes: Shapes, *, eps: float)
         grads["x"] = (g * scale.view(-1, *[1] * (g.ndim - 2))).to(g.dtype)
     if "weight" in wrt:
         mean, var = saved["running_mean"], saved["running_var"]
-        mask = [False, True, False]
-        grads["weight"] = torch.ops.aten.native_batch_norm_backward(
+        mask = [False, True, "bias" in wrt]
+        _, dweight, dbias = torch.ops.aten.native_batch_norm_backward(
             g, saved["x"], weight_or_ones(None, g, shapes), mean, var, None, None, False, eps, mask
-        )[1].to(shapes["weight"].dtype)  # type: ignore[union-attr]
-    if "bias" in wrt:
+        )
+        grads |= _cast({"weight": dweight, "bias": dbias}, wrt - {"x"}, shapes)
+    elif "bias" in wrt:
         grads["bias"] = _bias_gradient(g, shapes)
     return grads
 
