@@ -201,6 +201,25 @@ def fast(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
         yield cuda
 
 
+def test_everything_works_without_them() -> None:
+    """Where nothing is compiled, and there is no Triton."""
+    code = """
+import sys, torch
+for name in ("native", "cuda"):
+    sys.modules["memsave.kernels." + name] = None
+import memsave.nn
+from memsave import kernels
+
+assert not kernels.IMPLEMENTATIONS
+x = torch.randn(2, 3, 8, 8, requires_grad=True)
+stock = torch.nn.Sequential(torch.nn.LeakyReLU(), torch.nn.MaxPool2d(2), torch.nn.ReLU())
+ours = torch.nn.Sequential(memsave.nn.LeakyReLU(), memsave.nn.MaxPool2d(2), memsave.nn.ReLU())
+expected, actual = (torch.autograd.grad(layers(x).sum(), x)[0] for layers in (stock, ours))
+assert actual.equal(expected)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
 def test_kernels_of_other_devices_leave_the_cpu_alone() -> None:
     """And Triton is not imported for it."""
     code = """
