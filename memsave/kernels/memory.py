@@ -8,6 +8,9 @@ from torch.nn import Parameter
 
 from .reference import Like, is_dense
 
+#: Formats of tensors of so many axes that store the channels last.
+FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
+
 
 def has_memory(x: Tensor, stride: tuple[int, ...]) -> bool:
     """Whether it is real, stored without gaps in this order, and no mode has to see operations."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from . import _native  # type: ignore[attr-defined]
-from .memory import empty_bits, has_memory, in_order
+from .memory import FORMATS, empty_bits, has_memory, in_order
 from .reference import INTEGERS, PIECES, TESTS, Like, Rows, Windows
 
 DTYPES = {torch.float32: "float", torch.float64: "double"}
@@ -162,7 +162,6 @@ def norm(rows: Rows, wrt: frozenset[str]) -> dict[str, Tensor] | None:
 
 #: Places in the largest window, of which a byte holds an offset.
 LARGEST_WINDOW = 256
-LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def max_pool(x: Tensor, windows: Windows) -> tuple[Tensor, Tensor] | None:
@@ -198,7 +197,7 @@ def _layout(x: Tensor, windows: Windows) -> torch.memory_format | None:
         return None
     if not _has_memory(x, x.stride()):
         return None
-    first, last = x.is_contiguous(), LAST.get(x.ndim)
+    first, last = x.is_contiguous(), FORMATS.get(x.ndim)
     if len(windows.inputs) + 2 != x.ndim:
         return torch.contiguous_format if first else None
     if last is None:

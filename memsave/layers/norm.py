@@ -31,10 +31,11 @@ from ..function import (
     is_traced,
     stock_suffices,
 )
+from ..kernels.memory import FORMATS
 from ..kernels.reference import Rows
 from .batch_norm import batch_norm, weight_or_ones, wide_dtype
 from .module import drop_in
-from .shape import FORMATS, in_format
+from .shape import in_format
 
 Gs = dict[str, Tensor]
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..function import is_plain_gradient
+from ..kernels.memory import FORMATS
 from ..kernels.reference import Like
 
 Ints = int | Sequence[int]
@@ -23,10 +24,6 @@ def placeholder(g: Tensor, like: Like | None) -> Tensor:
     """A tensor of this shape for a kernel that asks for nothing else: one element, expanded."""
     assert like is not None
     return g.new_empty(1).expand(like.shape)
-
-
-#: Formats of tensors of so many axes that store the channels last.
-FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def in_format(gradient: Tensor, like: Like | None) -> Tensor:
