@@ -213,7 +213,12 @@ class MissingResidual(KeyError):
 class Residuals(dict[str, Any]):
     """What was saved, by name; reading anything else fails with the name."""
 
-    def __init__(self, row: Layer, wrt: frozenset[str], saved: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        row: Layer,
+        wrt: frozenset[str],
+        saved: Mapping[str, Any] | Iterable[tuple[str, Any]],
+    ) -> None:
         super().__init__(saved)
         self.row, self.wrt = row, wrt
 

@@ -24,7 +24,7 @@ subclasses, complex, sparse and nested tensors.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from itertools import combinations
 from typing import Any, NamedTuple
 
@@ -135,30 +135,38 @@ def differentiable(rule: Rule) -> Callable[..., Any]:
         for places in combinations(wantable, count)
     }
 
+    # As ``function.apply``, but for what that does about the tensors of ``torch.func``: not plain.
+    apply = super(Function, function).apply  # type: ignore[misc]
+
     def layer(*args: Any, **options: Any) -> Any:
-        if not torch.compiler.is_compiling() and _asks_for_layers():
+        compiling = torch.compiler.is_compiling()
+        if not compiling and _asks_for_layers():
             with _pop_mode_temporarily():
                 return layer(*args, **options)
-        wanted = torch.is_grad_enabled() and [
-            place
-            for place in wantable
-            if isinstance(args[place], Tensor) and args[place].requires_grad
-        ]
-        if not wanted or _stock_only(rule, args, options):
+        wanted: tuple[int, ...] = ()
+        if torch.is_grad_enabled():
+            for place in wantable:
+                arg = args[place]
+                if isinstance(arg, Tensor) and arg.requires_grad:
+                    wanted += (place,)
+        stock_only = _untraceable if compiling else _unservable
+        if not wanted or stock_only(rule, args, options):
             return primal(*args, **options)
-        plan = plans[tuple(wanted)]
+        plan = plans[wanted]
         if stock_keeps is not None and tuple(stock_keeps(plan.wrt, **options)) == plan.saves:
             y = primal(*args, **options)
             if _observer is not None:
                 arrays = {**dict(zip(names, args, strict=True)), "y": _first(y)}
                 _observer(Call(row, plan.wrt, arrays, options))
-        elif (dtype := _autocast_dtype(rule, args)) is not None:
+        elif rule.autocast and (dtype := _autocast_dtype(rule, args)) is not None:
             device = args[0].device.type
             cast = _autocast(args, dtype)
             with torch.autocast(device, enabled=False):
                 y = function.apply(plan, options, *cast)
-        else:
+        elif compiling:
             y = function.apply(plan, options, *args)
+        else:
+            y = apply(plan, options, *args)
         return _first(y) if rule.smooth else y
 
     layer.__name__ = layer.__qualname__ = row.name
@@ -171,38 +179,37 @@ class Plan(NamedTuple):
 
     Attributes:
         saves: Names of what is kept.
-        wanted: Of each argument, whether its gradient is wanted.
+        grads: Of each argument its name, or ``None`` if its gradient is not wanted.
     """
 
     wrt: Mask
     saves: tuple[str, ...]
-    wanted: tuple[bool, ...]
+    grads: tuple[str | None, ...]
 
     @classmethod
     def of(cls, row: Layer, wrt: Mask) -> Plan:
         """The plan of a mask."""
-        wanted = tuple(name in wrt for name in row.args)
-        return cls(wrt, row.saves(wrt), wanted)
+        grads = tuple(name if name in wrt else None for name in row.args)
+        return cls(wrt, row.saves(wrt), grads)
 
 
 def _function(rule: Rule) -> type[Function]:
     """The autograd function of a rule, named after its row."""
-    row, fwd, bwd = rule.row, rule.fwd, rule.bwd
-    names = tuple(row.args)
+    row, fwd, bwd, smooth = rule.row, rule.fwd, rule.bwd, rule.smooth
+    everything = (*row.args, "y")
 
     def forward(ctx: Any, plan: Plan, options: dict[str, Any], *args: Any) -> Any:
         inplace = row.inplace and options.get("inplace")
         result, extras = fwd(plan.wrt, *args, **options)
-        y = _first(result)
+        y = result[0] if isinstance(result, tuple) else result
         if not inplace and not torch.compiler.is_compiling() and y._is_view():
             # Of a batch of one, say. The user may overwrite y, but not a view made in here.
             y = y.data
             result = (y, *result[1:]) if isinstance(result, tuple) else y
-        arrays = dict(zip(names, args, strict=True))
-        arrays["y"] = y
-        ctx.shapes = {
-            name: None if array is None else Like.of(array) for name, array in arrays.items()
-        }
+        arrays = dict(zip(everything, (*args, y), strict=True))
+        ctx.shapes = shapes = {}
+        for name, array in arrays.items():
+            shapes[name] = None if array is None else Like.of(array)
         arrays.update(extras)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*[arrays[name] for name in plan.saves])
@@ -211,28 +218,30 @@ def _function(rule: Rule) -> type[Function]:
             ctx.mark_dirty(args[0])
         if _observer is not None:
             _observer(Call(row, plan.wrt, arrays, options))
-        if rule.smooth:
+        if smooth:
             return y, *[extras[name] for name in row.extras if name in plan.saves]
         if isinstance(result, tuple):
             ctx.mark_non_differentiable(*result[1:])
         return result
 
     def backward(ctx: Any, *gs: Tensor | None) -> tuple[Tensor | None, ...]:
-        if all(g is None for g in gs):
-            return (None, None, *(None for _ in names))
-        assert bwd is not None
         plan: Plan = ctx.plan
-        g: Any = _with_extras(ctx, gs) if rule.smooth else gs[0]
-        saved = dict(zip(plan.saves, ctx.saved_tensors, strict=True))
-        if not torch.compiler.is_compiling():
-            saved = Residuals(row, plan.wrt, saved)
-        # The caller may run backward under autocast; gradients have the dtypes of forward.
-        device = next(one.device.type for one in gs if one is not None)
-        amp = amp_enabled(device)
-        with torch.autocast(device, enabled=False) if amp else nullcontext():
+        given = next((g for g in gs if g is not None), None) if smooth else gs[0]
+        if given is None:
+            return (None, None, *[None for _ in plan.grads])
+        assert bwd is not None
+        g: Any = _with_extras(ctx, gs) if smooth else given
+        named = zip(plan.saves, ctx.saved_tensors, strict=True)
+        compiling = torch.compiler.is_compiling()
+        saved = dict(named) if compiling else Residuals(row, plan.wrt, named)
+        device = given.device.type
+        if amp_enabled(device):
+            # The caller may run backward under autocast; gradients have the dtypes of forward.
+            with torch.autocast(device, enabled=False):
+                grads = bwd(g, plan.wrt, saved, ctx.shapes, **ctx.options)
+        else:
             grads = bwd(g, plan.wrt, saved, ctx.shapes, **ctx.options)
-        each = zip(names, plan.wanted, strict=True)
-        return (None, None, *[grads[name] if wanted else None for name, wanted in each])
+        return (None, None, *[None if name is None else grads[name] for name in plan.grads])
 
     def _with_extras(ctx: Any, gs: tuple[Tensor | None, ...]) -> dict[str, Tensor]:
         """The gradient of ``y``, and of the extras that have one."""
@@ -272,21 +281,27 @@ def _first(y: Any) -> Tensor:
     return y[0] if isinstance(y, tuple) else y
 
 
-def _stock_only(rule: Rule, args: tuple[Any, ...], options: Mapping[str, Any]) -> bool:
-    """Whether this call is one that a Python autograd function cannot serve."""
+def _untraceable(rule: Rule, args: tuple[Any, ...], options: Mapping[str, Any]) -> bool:
+    """Whether ``torch.compile`` is to trace the stock op."""
     if torch._C._are_functorch_transforms_active():
         return True
-    if torch.compiler.is_compiling():
-        inplace = rule.row.inplace and options.get("inplace")
-        # (is_exporting() is always true to the compiler of torch 2.11.)
-        exporting = torch.compiler._is_exporting_flag
-        return not rule.compiled or exporting or bool(inplace)
-    return (
-        forward_ad._current_level >= 0
+    inplace = rule.row.inplace and options.get("inplace")
+    # (is_exporting() is always true to the compiler of torch 2.11.)
+    return not rule.compiled or torch.compiler._is_exporting_flag or bool(inplace)
+
+
+def _unservable(rule: Rule, args: tuple[Any, ...], options: Mapping[str, Any]) -> bool:
+    """Whether this call is one that a Python autograd function cannot serve."""
+    if (
+        torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
         or torch._C._get_tracing_state() is not None
-        or torch.compiler.is_exporting()
-        or not all(arg is None or _plain(arg) for arg in args)
-    )
+    ):
+        return True
+    for arg in args:  # noqa: SIM110 (every call runs this: no generator)
+        if arg is not None and not _plain(arg):
+            return True
+    return False
 
 
 def _plain(arg: Any) -> bool:
@@ -297,7 +312,9 @@ def _plain(arg: Any) -> bool:
         or is_traceable_wrapper_subclass(arg)
     ):
         return False
-    return arg.layout is torch.strided and not (arg.is_complex() or arg.is_nested)
+    return arg.layout is torch.strided and not (
+        arg.is_complex() or arg.is_nested or is_functorch_wrapped_tensor(arg)
+    )
 
 
 def stock_suffices(*wanted: Any) -> bool:

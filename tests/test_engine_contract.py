@@ -327,6 +327,29 @@ def test_batched_gradients(row: Layer) -> None:
 
 
 @every_row
+def test_tensors_that_escaped_from_a_transform(row: Layer) -> None:
+    """They are wrappers of what ``torch.func`` has left, and say that they want a gradient."""
+
+    def run(function, args, options):
+        escaped = []
+
+        def leak(*args):
+            escaped.extend(args)
+            return sum(arg.sum() for arg in args if arg.is_floating_point())
+
+        given = [place for place, arg in enumerate(args) if arg is not None]
+        wanted = tuple(k for k, place in enumerate(given) if args[place].requires_grad)
+        torch.func.grad(leak, wanted)(*[args[place].detach() for place in given])
+        for place, arg in zip(given, escaped, strict=True):
+            args[place] = arg
+        torch.manual_seed(2)
+        return [first(function(*args, **options))]
+
+    actual, expected = both(row, run)
+    same(actual, expected)
+
+
+@every_row
 def test_gradient_penalty(row: Layer) -> None:
     """Second derivatives where the incoming gradient has none, as in ``create_graph=True``."""
 

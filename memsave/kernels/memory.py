@@ -27,7 +27,7 @@ def has_memory(x: Tensor, stride: tuple[int, ...]) -> bool:
 
 def empty_bits(x: Tensor) -> Tensor:
     """Room for the bits of a tensor."""
-    return torch.empty((x.numel() + 7) // 8, dtype=torch.uint8, device=x.device)
+    return x.new_empty((x.numel() + 7) // 8, dtype=torch.uint8)
 
 
 def in_order(x: Tensor, like: Like) -> Tensor:

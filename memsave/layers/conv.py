@@ -12,7 +12,7 @@ Index legend: n batch, i input channels, o output channels; spatial axes last.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from .. import spec
 from ..function import Grads, Mask, Saved, Shapes, define
 from .module import drop_in
-from .shape import Ints, per_axis
+from .shape import Ints, per_axis, remembered
 
 CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 CONV_TRANSPOSE = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
@@ -33,7 +33,7 @@ CONV_TRANSPOSE = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transp
 def _padding(
     padding: Ints | str, mode: str, kernel: Sequence[int], dilation: Sequence[int]
 ) -> tuple[list[tuple[int, int]], list[int]]:
-    """Split into explicit padding per axis and the padding left to the convolution."""
+    """Split into explicit padding per axis (if any) and the padding left to the convolution."""
     dims = len(kernel)
     if padding == "same":
         totals = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
@@ -41,12 +41,52 @@ def _padding(
     else:
         both = [(p, p) for p in per_axis(0 if isinstance(padding, str) else padding, dims)]
     if mode == "zeros" and all(left == right for left, right in both):
-        return [(0, 0)] * dims, [left for left, _ in both]
-    return both, [0] * dims
+        return [], [left for left, _ in both]
+    return both if any(map(any, both)) else [], [0] * dims
+
+
+class Geometry(NamedTuple):
+    """What a convolution's sizes and options come to, per axis.
+
+    Attributes:
+        pads: Explicit padding, or nothing.
+        padding: That of the convolution itself.
+        padded: The input's sizes with explicit padding.
+        left_over: What the stride leaves of them on the right: the adjoint's ``output_padding``.
+    """
+
+    stride: list[int]
+    dilation: list[int]
+    pads: list[tuple[int, int]]
+    padding: list[int]
+    padded: list[int]
+    left_over: list[int]
+
+
+@remembered
+def _geometry(
+    inputs: Sequence[int],
+    kernel: Sequence[int],
+    stride: Ints,
+    padding: Ints | str,
+    dilation: Ints,
+    mode: str,
+) -> Geometry:
+    dims = len(kernel)
+    stride, dilation = per_axis(stride, dims), per_axis(dilation, dims)
+    pads, padding = _padding(padding, mode, kernel, dilation)
+    padded = list(inputs)
+    for axis, (left, right) in enumerate(pads):
+        padded[axis] += left + right
+    left_over = [
+        (s + 2 * p - d * (k - 1) - 1) % step
+        for s, p, d, k, step in zip(padded, padding, dilation, kernel, stride, strict=True)
+    ]
+    return Geometry(stride, dilation, pads, padding, padded, left_over)
 
 
 def _pad(x: Tensor, pads: Sequence[tuple[int, int]], mode: str) -> Tensor:
-    if not any(map(any, pads)):
+    if not pads:
         return x
     flat = [p for pair in reversed(pads) for p in pair]
     return F.pad(x, flat, mode="constant" if mode == "zeros" else mode)
@@ -99,28 +139,23 @@ def _conv_bwd(
     padding_mode: str = "zeros",
 ) -> Grads:
     x_shape, weight_shape = shapes["x"].shape, shapes["weight"].shape  # type: ignore[union-attr]
-    kernel = weight_shape[2:]
-    dims = len(kernel)
-    stride, dilation = per_axis(stride, dims), per_axis(dilation, dims)
-    pads, padding = _padding(padding, padding_mode, kernel, dilation)
+    dims = len(weight_shape) - 2
+    sizes = (x_shape[-dims:], weight_shape[2:])
+    steps, apart, pads, edges, padded, left_over = _geometry(
+        *sizes, stride, padding, dilation, padding_mode
+    )
     grads = {}
     if "x" in wrt:
-        # A transposed convolution: unlike convolution_backward it needs no stand-in for x. Its
-        # output_padding is what the stride left over on the right.
-        padded = [s + sum(p) for s, p in zip(x_shape[-dims:], pads, strict=True)]
-        left_over = [
-            (s + 2 * p - d * (k - 1) - 1) % step
-            for s, p, d, k, step in zip(padded, padding, dilation, kernel, stride, strict=True)
-        ]
+        # A transposed convolution: unlike convolution_backward it needs no stand-in for x.
         adjoint = CONV_TRANSPOSE[dims]
         if g.numel():
-            dx = adjoint(g, saved["weight"], None, stride, padding, left_over, groups, dilation)
+            dx = adjoint(g, saved["weight"], None, steps, edges, left_over, groups, apart)
         else:
             dx = g.new_zeros([*x_shape[:-dims], *padded])
         grads["x"] = _unpad(dx, pads, padding_mode)
     if "weight" in wrt:
         x = _pad(saved["x"], pads, padding_mode)
-        options = (stride, padding, dilation, False, [0] * dims)
+        options = (steps, edges, apart, False, [0] * dims)
         grads["weight"] = _weight_gradient(g, x, weight_shape, *options, groups=groups)
     if "bias" in wrt:
         grads["bias"] = _bias_gradient(g, dims)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import lru_cache, wraps
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +20,25 @@ def per_axis(value: Ints, dims: int) -> list[int]:
     """One value per spatial axis; torch accepts an int or a sequence of one for all."""
     values = [value] if isinstance(value, int) else list(value)
     return values * dims if len(values) == 1 else values
+
+
+def remembered(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator for what depends on sizes and options alone: compute it once for each of them.
+
+    (But not in compiled code, nor of what cannot be looked up: lists, symbolic sizes.)
+    """
+    look_up = lru_cache(maxsize=4096)(function)
+
+    @wraps(function)
+    def remember(*args: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return function(*args)
+        try:
+            return look_up(*args)
+        except TypeError:
+            return function(*args)
+
+    return remember
 
 
 def placeholder(g: Tensor, like: Like | None) -> Tensor:
