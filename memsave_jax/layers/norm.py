@@ -49,8 +49,19 @@ class View(NamedTuple):
         return vector.reshape(self.shape[len(self.shape) - self.features :])
 
     def total(self, array: Array) -> Array:
-        """Over each group, in the shape that broadcasts."""
-        return array.sum(self.reduced, keepdims=True)
+        """Over each group, in the shape that broadcasts.
+
+        First along the spatial axes as one, with all channels beside each other: XLA:CPU takes
+        twice the time for both at once.
+        """
+        first = len(self.shape) - self.features
+        spatial = [axis for axis in self.reduced if axis < first]
+        if spatial:
+            features = self.shape[first:]
+            array = array.reshape(self.shape[0], -1, math.prod(features)).sum(1)
+            array = array.reshape(self.shape[0], *[1 for _ in spatial], *features)
+        others = [axis for axis in self.reduced if axis >= first]
+        return array.sum(others, keepdims=True)
 
     def correlation(self, array: Array, vector: Array | None) -> Array:
         """``total(array * vector)`` over features, as a matrix-vector product.
