@@ -1,9 +1,10 @@
 """JAX: layers alone: bytes kept, and time of a jitted step.
 
-Beside stock stands ``jax.checkpoint`` of the stock layer, which keeps its input and computes the
-layer again. Alternatives of one op (two rows of dropout, of relu) are there to be compared. Kept
-bytes are parts of the input's. Times are medians of ratios to stock, taken in turn; "custom_vjp" is
-the other form that the rules can take (no forward mode).
+A step is one program, which XLA may fuse over both passes; "apart" it is two, forward and backward,
+as where other layers lie in between. Beside stock stands ``jax.checkpoint`` of the stock layer,
+which keeps its input and computes the layer again. Alternatives of one op (two rows of dropout, of
+relu) are there to be compared. Kept bytes are parts of the input's. Times are medians of ratios to
+stock, taken in turn; "custom_vjp" is the other form that the rules can take (no forward mode).
 """
 
 from __future__ import annotations
@@ -92,18 +93,33 @@ def cases(config: Config) -> Iterator[Case]:
         yield Case(layer, config.batch, config.size, config.channels, config.repeats)
 
 
-def _step(layer: Callable[[Array], Array], x: Array, form: Any) -> Callable[[], Any]:
-    """Forward and backward, compiled. (The output goes out, as to a next layer.)"""
+def _step(
+    layer: Callable[[Array], Array], x: Array, form: Any, apart: bool = False
+) -> Callable[[], Any]:
+    """Forward and backward, compiled, as one program or as two, between which others may run.
+
+    (The output goes out, as to a next layer.)
+    """
 
     def step(x: Array, g: Array) -> Any:
-        y, pull = jax.vjp(layer, x)
-        return y, pull(g)[0]
+        y, pull = forward(x)
+        return y, backward(pull, g)
+
+    def forward(x: Array) -> Any:
+        return jax.vjp(layer, x)
+
+    def backward(pull: Callable[[Array], tuple[Array]], g: Array) -> Array:
+        return pull(g)[0]
 
     with engine.using(form):
         shape = jax.eval_shape(layer, x).shape
         g = jax.random.normal(jax.random.key(2), shape)
-        program = jax.jit(step).lower(x, g).compile()
-    return lambda: jax.block_until_ready(program(x, g))
+        if apart:
+            forward = jax.jit(forward).lower(x).compile()
+            backward = jax.jit(backward).lower(forward(x)[1], g).compile()
+        else:
+            step = jax.jit(step).lower(x, g).compile()
+    return lambda: jax.block_until_ready(step(x, g))
 
 
 def measure(case: Case) -> dict[str, Any]:
@@ -123,10 +139,15 @@ def measure(case: Case) -> dict[str, Any]:
         "custom_vjp": _step(layer, x, "custom_vjp"),
         "checkpoint": _step(jax.checkpoint(layer), x, "stock"),
     }
+    apart = {
+        "stock": _step(layer, x, "stock", apart=True),
+        "memsave_jax": _step(layer, x, "custom_jvp", apart=True),
+    }
     return {
         "input_bytes": x.nbytes,
         "kept_bytes": {"stock": report.stock, "memsave_jax": report.now},
         "times": compare(steps, case.repeats),
+        "apart": compare(apart, case.repeats),
         "difference": difference(steps["stock"](), steps["memsave_jax"]()),
     }
 
@@ -136,7 +157,8 @@ def show(records: Sequence[Record[Case]]) -> str:
     return table(
         (
             *("layer", "stock keeps", "memsave_jax", "stock ms"),
-            *("time: memsave_jax", "quartiles", "custom_vjp", "checkpoint", "differs by"),
+            *("time: memsave_jax", "quartiles", "custom_vjp", "checkpoint"),
+            *("apart: stock ms", "memsave_jax", "quartiles", "differs by"),
         ),
         [tuple(_line(record)) for record in records],
     )
@@ -154,6 +176,9 @@ def _line(record: Record[Case]) -> Iterator[str]:
     yield quartiles(times["memsave_jax"])
     yield f"{times['custom_vjp']['ratio']:.3f}"
     yield f"{times['checkpoint']['ratio']:.3f}"
+    yield f"{figures['apart']['stock']['seconds'] * 1e3:.2f}"
+    yield f"{figures['apart']['memsave_jax']['ratio']:.3f}"
+    yield quartiles(figures["apart"]["memsave_jax"])
     yield f"{figures['difference']:.1e}"
 
 
