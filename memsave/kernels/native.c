@@ -140,8 +140,21 @@ typedef struct {
     int from_y, centered;
 } Norm;
 
-#define NORM(T)                                                                         \
-    LOOP void norm_##T(const void *work, size start, size end, size thread) {           \
+static inline float of_bfloat16(uint16_t half) {
+    const uint32_t bits = (uint32_t)half << 16;
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
+static inline uint16_t to_bfloat16(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, 4);
+    return value != value ? 0x7fc0 : (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+#define NORM(NAME, T, STORED, LOAD, STORE)                                              \
+    LOOP void NAME(const void *work, size start, size end, size thread) {               \
         const Norm *norm = work;                                                        \
         const size n = norm->features;                                                  \
         const T *weight = norm->weight, *bias = norm->bias, *mean = norm->mean;         \
@@ -150,46 +163,52 @@ typedef struct {
         if (dweight) dweight += thread * n;                                             \
         if (dbias) dbias += thread * n;                                                 \
         for (size row = start; row < end; row++) {                                      \
-            const T *g = (const T *)norm->g + row * n, *kept = (const T *)norm->kept + row * n; \
+            const STORED *g = (const STORED *)norm->g + row * n;                        \
+            const STORED *kept = (const STORED *)norm->kept + row * n;                  \
             const T center = mean ? mean[row] : 0, scale = rstd ? rstd[row] : 1;        \
             T normalized[BLOCK_OF_ROW], along = 0, total = 0;                           \
             for (size first = 0; first < n; first += BLOCK_OF_ROW) {                    \
                 const size count = n - first < BLOCK_OF_ROW ? n - first : BLOCK_OF_ROW; \
-                NORMALIZE(T)                                                            \
+                NORMALIZE(T, LOAD)                                                      \
                 if (dweight) EACH for (size k = 0; k < count; k++)                      \
-                    dweight[first + k] += g[first + k] * normalized[k];                 \
-                if (dbias) EACH for (size k = 0; k < count; k++) dbias[first + k] += g[first + k]; \
+                    dweight[first + k] += LOAD(g[first + k]) * normalized[k];           \
+                if (dbias) EACH for (size k = 0; k < count; k++)                        \
+                    dbias[first + k] += LOAD(g[first + k]);                             \
                 if (!norm->dx) continue;                                                \
                 SUMMED(along, total) for (size k = 0; k < count; k++) {                 \
-                    const T gw = weight ? g[first + k] * (weight[first + k] + shift) : g[first + k]; \
+                    const T in = LOAD(g[first + k]);                                    \
+                    const T gw = weight ? in * (weight[first + k] + shift) : in;        \
                     along += gw * normalized[k];                                        \
                     total += gw;                                                        \
                 }                                                                       \
             }                                                                           \
             if (!norm->dx) continue;                                                    \
-            T *dx = (T *)norm->dx + row * n;                                            \
+            STORED *dx = (STORED *)norm->dx + row * n;                                  \
             along /= n;                                                                 \
             total = norm->centered ? total / n : 0;                                     \
             for (size first = 0; first < n; first += BLOCK_OF_ROW) {                    \
                 const size count = n - first < BLOCK_OF_ROW ? n - first : BLOCK_OF_ROW; \
-                if (n > BLOCK_OF_ROW) NORMALIZE(T)                                      \
+                if (n > BLOCK_OF_ROW) NORMALIZE(T, LOAD)                                \
                 EACH for (size k = 0; k < count; k++) {                                 \
-                    const T gw = weight ? g[first + k] * (weight[first + k] + shift) : g[first + k]; \
-                    dx[first + k] = (gw - normalized[k] * along - total) * scale;       \
+                    const T in = LOAD(g[first + k]);                                    \
+                    const T gw = weight ? in * (weight[first + k] + shift) : in;        \
+                    dx[first + k] = STORE((gw - normalized[k] * along - total) * scale);\
                 }                                                                       \
             }                                                                           \
         }                                                                               \
     }
-#define NORMALIZE(T)                                                                    \
+#define NORMALIZE(T, LOAD)                                                              \
     {                                                                                   \
         if (!norm->from_y)                                                              \
-            EACH for (size k = 0; k < count; k++) normalized[k] = (kept[first + k] - center) * scale; \
+            EACH for (size k = 0; k < count; k++)                                       \
+                normalized[k] = (LOAD(kept[first + k]) - center) * scale;               \
         else if (bias)                                                                  \
-            EACH for (size k = 0; k < count; k++) normalized[k] = kept[first + k] - bias[first + k]; \
+            EACH for (size k = 0; k < count; k++)                                       \
+                normalized[k] = LOAD(kept[first + k]) - bias[first + k];                \
         else                                                                            \
-            EACH for (size k = 0; k < count; k++) normalized[k] = kept[first + k];      \
+            EACH for (size k = 0; k < count; k++) normalized[k] = LOAD(kept[first + k]);\
         if (norm->from_y && weight)                                                     \
-            EACH for (size k = 0; k < count; k++) normalized[k] /= weight[first + k]; \
+            EACH for (size k = 0; k < count; k++) normalized[k] /= weight[first + k];   \
     }
 #if defined(__GNUC__) /* with -fopenmp-simd */
 #define PRAGMA(TEXT) _Pragma(#TEXT)
@@ -198,8 +217,9 @@ typedef struct {
 #define SUMMED(A, B)
 #endif
 enum { BLOCK_OF_ROW = 2048 };
-NORM(float)
-NORM(double)
+NORM(norm_float, float, float, , )
+NORM(norm_double, double, double, , )
+NORM(norm_bfloat16, float, uint16_t, of_bfloat16, to_bfloat16) /* parameters and statistics: float */
 
 /* Max pooling over three spatial axes, where those that are missing have size 1. Several `channels`
    lie beside each other where they are stored last. An offset is an index in the window. */
@@ -408,18 +428,22 @@ static PyObject *run(PyObject *module, PyObject *args) {
 }
 
 static PyObject *norm(PyObject *module, PyObject *args) {
-    size rows, threads, g, kept, mean, rstd, weight, bias, dx, dweight, dbias;
-    int is_double;
+    size loop, rows, threads, g, kept, mean, rstd, weight, bias, dx, dweight, dbias;
     Norm norm;
-    if (!PyArg_ParseTuple(args, "pnnnnnnnnnnnndpp:norm", &is_double, &rows, &norm.features, &threads,
+    if (!PyArg_ParseTuple(args, "nnnnnnnnnnnnndpp:norm", &loop, &rows, &norm.features, &threads,
                           &g, &kept, &mean, &rstd, &weight, &bias, &dx, &dweight, &dbias,
                           &norm.shift, &norm.from_y, &norm.centered))
         return NULL;
+    Loop *const NORMS[] = {norm_float, norm_double, norm_bfloat16};
+    if (loop < 0 || loop >= (size)(sizeof NORMS / sizeof *NORMS)) {
+        PyErr_SetString(PyExc_IndexError, "no such loop");
+        return NULL;
+    }
     norm.g = (const void *)g, norm.kept = (const void *)kept;
     norm.mean = (const void *)mean, norm.rstd = (const void *)rstd;
     norm.weight = (const void *)weight, norm.bias = (const void *)bias;
     norm.dx = (void *)dx, norm.dweight = (void *)dweight, norm.dbias = (void *)dbias;
-    in_threads((Task){is_double ? norm_double : norm_float, &norm, rows, 1}, threads,
+    in_threads((Task){NORMS[loop], &norm, rows, 1}, threads,
                rows * norm.features);
     Py_RETURN_NONE;
 }
@@ -453,7 +477,7 @@ static PyObject *pool(PyObject *module, PyObject *args) {
 static PyMethodDef methods[] = {
     {"run", run, METH_VARARGS, "run(loop, elements, threads, x, y, bits, a, b), where x, y and bits are addresses"},
     {"norm", norm, METH_VARARGS,
-     "norm(is_double, rows, features, threads, g, kept, mean, rstd, weight, bias, dx, dweight, "
+     "norm(loop, rows, features, threads, g, kept, mean, rstd, weight, bias, dx, dweight, "
      "dbias, shift, from_y, centered), where arrays are addresses, or 0"},
     {"pool", pool, METH_VARARGS,
      "pool(backwards, is_double, planes, channels, threads, x, y, offsets, in, out, kernel, stride, "

@@ -126,16 +126,30 @@ def scale(
     return y
 
 
+#: Loops of norms: by the dtype of rows, with that of vectors.
+NORM = {
+    torch.float32: (0, torch.float32),
+    torch.float64: (1, torch.float64),
+    torch.bfloat16: (2, torch.float32),
+}
+
+
 def norm(rows: Rows, wrt: frozenset[str]) -> dict[str, Tensor] | None:
     """In one pass over the rows; sums over them by thread."""
-    dtype = rows.g.dtype
-    if dtype not in DTYPES or not rows.g.is_cpu:
+    if rows.g.dtype not in NORM or rows.kept.dtype != rows.g.dtype or not rows.g.is_cpu:
         return None
+    loop, dtype = NORM[rows.g.dtype]
     g, kept = rows.g.contiguous(), rows.kept.contiguous()
-    vectors = (rows.mean, rows.rstd, rows.weight, rows.bias)
+    vectors = [
+        None if vector is None else vector.contiguous()
+        for vector in (rows.mean, rows.rstd, rows.weight, rows.bias)
+    ]
+    # Parameters have the dtype of rows.
+    vectors = [v.to(dtype) if v is not None and v.dtype == g.dtype else v for v in vectors]
     given = [vector for vector in vectors if vector is not None]
-    arrays = [kept, g, *given]
-    if not all(array.dtype == dtype and _has_memory(array, array.stride()) for array in arrays):
+    if any(vector.dtype != dtype for vector in given):
+        return None
+    if not all(_has_memory(array, array.stride()) for array in (kept, g, *given)):
         return None
     features, threads = g.shape[-1], torch.get_num_threads()
     grads = {}
@@ -145,7 +159,7 @@ def norm(rows: Rows, wrt: frozenset[str]) -> dict[str, Tensor] | None:
         if name in wrt:  # a row for each thread
             grads[name] = torch.zeros(threads, features, dtype=dtype)
     _native.norm(
-        dtype == torch.float64,
+        loop,
         g.numel() // max(features, 1),
         features,
         threads,
