@@ -83,8 +83,10 @@ def relu(x: Tensor, inplace: bool) -> tuple[Tensor, Tensor]:
     """``F.relu(x, inplace)``, and the bits of where it passes a gradient."""
     y = F.relu(x, inplace)
     # Stock passes a gradient unless y <= 0, hence also where y is nan. y is never negative, so that
-    # is where it is not zero, and torch converts to bool four times as fast as it compares.
-    return y, pack(y.bool(), Like.of(y))
+    # is where it is not zero. torch converts to bool four times as fast as it compares; in what
+    # torch.compile makes for CPU it is the other way round.
+    passes = y != 0 if torch.compiler.is_compiling() else y.bool()
+    return y, pack(passes, Like.of(y))
 
 
 def piecewise(
@@ -187,7 +189,7 @@ def pack(mask: Tensor, like: Like) -> Tensor:
     Overwrites ``mask``, which the caller has just made.
     """
     if torch.compiler.is_compiling():
-        return _pack_traced(mask)
+        return _pack_traced(mask, like)
     flat = _in_storage_order(mask, like)
     if flat.numel() % 8:
         flat = torch.nn.functional.pad(flat, (0, -flat.numel() % 8))
@@ -197,7 +199,7 @@ def pack(mask: Tensor, like: Like) -> Tensor:
 def unpack(bits: Tensor, like: Like, on: float, dtype: torch.dtype, off: float = 0) -> Tensor:
     """A fresh tensor of ``like``'s shape and layout: ``on`` where a bit is set, else ``off``."""
     if torch.compiler.is_compiling():
-        return _unpack_traced(bits, like.shape, on, dtype, off)
+        return _unpack_traced(bits, like, on, dtype, off)
     # A table made of fake tensors or under functorch must not outlive its mode.
     table = _cached_table if type(bits) is Tensor else _table
     flat = table(on, off, dtype, bits.device).index_select(0, bits.int()).view(-1)
@@ -240,22 +242,48 @@ def is_dense(like: Like) -> bool:
     return True
 
 
-# For torch.compile: expressions that its code generator fuses with what surrounds them. Elements
-# are taken in logical order, which a compiler may lay out as it likes.
+# For torch.compile: expressions that its code generator fuses with what surrounds them, and
+# vectorizes (on CPU, in 32 bits). A byte holds the bits of elements an eighth of an axis apart, so
+# that bytes which lie side by side hold those of elements that do.
 
 
-def _pack_traced(mask: Tensor) -> Tensor:
-    flat = mask.reshape(-1)
-    flat = torch.nn.functional.pad(flat, (0, -flat.numel() % 8)).view(-1, 8)
-    bits = flat[:, 0].to(torch.uint8)
+def _pack_traced(mask: Tensor, like: Like) -> Tensor:
+    mask, axis = _to_cut(mask, like)
+    eighths = mask.unflatten(axis, (8, mask.shape[axis] // 8)).unbind(axis)
+    bits = eighths[0].int()
     for k in range(1, 8):
-        bits = bits | (flat[:, k].to(torch.uint8) << k)
-    return bits
+        bits = bits | (eighths[k].int() << k)
+    return bits.to(torch.uint8)
 
 
-def _unpack_traced(
-    bits: Tensor, shape: torch.Size, on: float, dtype: torch.dtype, off: float
-) -> Tensor:
-    shifts = torch.arange(8, dtype=torch.uint8, device=bits.device)
-    flat = ((bits[:, None] >> shifts) & 1).view(-1)[: shape.numel()]
-    return _choose(flat.view(shape).bool(), on, off, dtype)
+def _unpack_traced(bits: Tensor, like: Like, on: float, dtype: torch.dtype, off: float) -> Tensor:
+    axis = _outermost(like)
+    places = 1 << torch.arange(8, dtype=torch.int32, device=bits.device)
+    at = 0 if axis is None else axis
+    places = places.view(8, *[1 for _ in range(bits.ndim - at)])
+    mask = (bits.int().unsqueeze(at) & places) != 0
+    mask = mask.flatten(at, at + 1)
+    if axis is None:
+        mask = mask[: like.shape.numel()].view(like.shape)
+    return _choose(mask, on, off, dtype)
+
+
+def _to_cut(mask: Tensor, like: Like) -> tuple[Tensor, int]:
+    """What can be cut in eight, along which axis: the tensor, or all elements in a row."""
+    axis = _outermost(like)
+    if axis is not None:
+        return mask, axis
+    flat = mask.reshape(-1)
+    return torch.nn.functional.pad(flat, (0, -flat.numel() % 8)), 0
+
+
+def _outermost(like: Like) -> int | None:
+    """The axis to cut in eight: the outermost in memory that can be, whatever sizes are dynamic."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # slow to import
+
+    found = None
+    for axis, size in enumerate(like.shape):
+        fits = statically_known_true(size % 8 == 0)
+        if fits and (found is None or like.stride[axis] > like.stride[found]):
+            found = axis
+    return found
