@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import product
 from typing import Any
 
 import torch
@@ -40,13 +41,16 @@ PEAK_TARGETS = {("ResNet-101", "Input (BN eval)"): 0.12}
 class Config:
     """Which models in which scenarios, and how often.
 
-    ``batch`` of images; ``sequences`` of a transformer (0: the paper's); ``layers`` those of a
+    ``batch`` of images, and a ``larger_batch`` for ``small_models``, of which the calls of Python
+    take a part that shows; ``sequences`` of a transformer (0: the paper's); ``layers`` those of a
     transformer (0: as published); ``size`` of images in pixels.
     """
 
     models: tuple[str, ...] = MODELS
     scenarios: tuple[str, ...] = tuple(paper.SCENARIOS)
     batch: int = 4
+    small_models: tuple[str, ...] = ("MobileNetV3",)
+    larger_batch: int = 32
     sequences: int = 2
     layers: int = 4
     size: int = 224
@@ -71,14 +75,15 @@ def cases(config: Config) -> Iterator[Case]:
     for name in config.models:
         model = paper.MODELS[name]
         images = model.width is None
-        batch = (config.batch if images else config.sequences) or model.batch
+        batches = [(config.batch if images else config.sequences) or model.batch]
+        if config.batch and name in config.small_models:
+            batches.append(config.larger_batch)
         size = config.size if images else paper.SEQUENCE
         with torch.device("meta"):
             step = model.step(1)
-        for scenario in config.scenarios:
-            if paper.apply(scenario, step):
-                for what in (*VARIANTS, "time"):
-                    yield Case(name, scenario, what, batch, config.layers, size, config.repeats)
+        wanted = [scenario for scenario in config.scenarios if paper.apply(scenario, step)]
+        for batch, scenario, what in product(batches, wanted, (*VARIANTS, "time")):
+            yield Case(name, scenario, what, batch, config.layers, size, config.repeats)
 
 
 @dataclass
@@ -164,9 +169,10 @@ def memory(case: Case) -> int:
 
 
 def _rows(records: Sequence[Record[Case]]) -> dict[tuple[str, str], dict[str, Record[Case]]]:
+    """By model and batch, and scenario."""
     rows: dict[tuple[str, str], dict[str, Record[Case]]] = {}
     for record in records:
-        place = (record.case.model, record.case.scenario)
+        place = (f"{record.case.model} ({record.case.batch})", record.case.scenario)
         rows.setdefault(place, {})[record.case.what] = record
     return rows
 
@@ -179,12 +185,12 @@ def show(records: Sequence[Record[Case]]) -> str:
             *("kept MiB: stock", "memsave", "ratio", "peak MiB: stock", "memsave", "ratio"),
             *("published time ratio", "gradients off by"),
         ),
-        (_line(model, scenario, row) for (model, scenario), row in _rows(records).items()),
+        (_line(name, scenario, row) for (name, scenario), row in _rows(records).items()),
     )
 
 
-def _line(model: str, scenario: str, row: dict[str, Record[Case]]) -> Iterator[str]:
-    yield f"{model} ({next(iter(row.values())).case.batch})"
+def _line(name: str, scenario: str, row: dict[str, Record[Case]]) -> Iterator[str]:
+    yield name
     yield scenario
     if "time" in row:
         times = row["time"].figures["times"]
@@ -200,13 +206,13 @@ def _line(model: str, scenario: str, row: dict[str, Record[Case]]) -> Iterator[s
             yield f"{sizes[1] / sizes[0]:.4f}"
         else:
             yield from ("", "", "")
-    published = paper.published(model, scenario)
+    published = paper.published(next(iter(row.values())).case.model, scenario)
     yield f"{published[3] / published[2]:.3f}" if published else ""
     yield f"{row['time'].figures['gradient_off']:.0e}" if "time" in row else ""
 
 
 def summary(records: Sequence[Record[Case]]) -> str:
-    """Ratios of times by model and scenario."""
+    """Ratios of times by model (batch) and scenario."""
     times = {place: row["time"] for place, row in _rows(records).items() if "time" in row}
     cells = {
         place: f"{record.figures['times']['memsave']['ratio']:.2f}"
@@ -217,13 +223,13 @@ def summary(records: Sequence[Record[Case]]) -> str:
 
 def misses(records: Sequence[Record[Case]]) -> Iterator[str]:
     """Peaks above stock's or the target, and losses that differ. (Times are shown, not judged.)"""
-    for (model, scenario), row in _rows(records).items():
-        what = f"{model}, {scenario}"
+    for (name, scenario), row in _rows(records).items():
+        what = f"{name}, {scenario}"
         if "time" in row and row["time"].figures["loss_off"] > 0:
             yield f"{what}: the losses differ by {row['time'].figures['loss_off']}"
         if row.keys() >= {*VARIANTS}:
             stock, ours = (row[variant].figures["peak_bytes"] for variant in VARIANTS)
-            target = PEAK_TARGETS.get((model, scenario), 1.0)
+            target = PEAK_TARGETS.get((row["stock"].case.model, scenario), 1.0)
             if ours > target * stock:
                 yield f"{what}: peak {ours / stock:.4f} of stock, target {target}"
 
