@@ -149,7 +149,7 @@ def differentiable(rule: Rule) -> Callable[..., Any]:
                 arg = args[place]
                 if isinstance(arg, Tensor) and arg.requires_grad:
                     wanted += (place,)
-        stock_only = _untraceable if compiling else _unservable
+        stock_only, run = (_untraceable, function.apply) if compiling else (_unservable, apply)
         if not wanted or stock_only(rule, args, options):
             return primal(*args, **options)
         plan = plans[wanted]
@@ -162,11 +162,9 @@ def differentiable(rule: Rule) -> Callable[..., Any]:
             device = args[0].device.type
             cast = _autocast(args, dtype)
             with torch.autocast(device, enabled=False):
-                y = function.apply(plan, options, *cast)
-        elif compiling:
-            y = function.apply(plan, options, *args)
+                y = run(plan, options, *cast)
         else:
-            y = apply(plan, options, *args)
+            y = run(plan, options, *args)
         return _first(y) if rule.smooth else y
 
     layer.__name__ = layer.__qualname__ = row.name
