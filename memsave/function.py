@@ -199,7 +199,7 @@ def _function(rule: Rule) -> type[Function]:
     def forward(ctx: Any, plan: Plan, options: dict[str, Any], *args: Any) -> Any:
         inplace = row.inplace and options.get("inplace")
         result, extras = fwd(plan.wrt, *args, **options)
-        y = result[0] if isinstance(result, tuple) else result
+        y = _first(result)
         if not inplace and not torch.compiler.is_compiling() and y._is_view():
             # Of a batch of one, say. The user may overwrite y, but not a view made in here.
             y = y.data

@@ -120,9 +120,9 @@ def test_traced_variants_agree(case: Bits, dtype: torch.dtype) -> None:
         assert tensor.equal(unpack(packed, like, one, dtype, off))
 
 
-def test_compiled_code_uses_the_traced_variants() -> None:
-    """In one graph, and with what it packed unpacked rightly."""
-    shape = (3, 16, 7)
+@pytest.mark.parametrize("shape", [(3, 16, 7), (3, 5, 7)])
+def test_compiled_code_uses_the_traced_variants(shape: tuple[int, ...]) -> None:
+    """In one graph, what it packed is unpacked rightly: an axis in eighths, or all in a row."""
 
     @torch.compile(fullgraph=True, backend="aot_eager")
     def both(x: Tensor) -> tuple[Tensor, Tensor]:
