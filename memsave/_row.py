@@ -211,16 +211,15 @@ class MissingResidual(KeyError):
 
 
 class Residuals(dict[str, Any]):
-    """What was saved, by name; reading anything else fails with the name."""
+    """What was saved, by name; reading anything else fails with the name. See :meth:`of`."""
 
-    def __init__(
-        self,
-        row: Layer,
-        wrt: frozenset[str],
-        saved: Mapping[str, Any] | Iterable[tuple[str, Any]],
-    ) -> None:
-        super().__init__(saved)
-        self.row, self.wrt = row, wrt
+    row: Layer
+    wrt: frozenset[str]
+
+    @classmethod
+    def of(cls, row: Layer, wrt: frozenset[str]) -> type[Residuals]:
+        """The class of those of a mask: made once, as a call of it runs no Python."""
+        return type(cls.__name__, (cls,), {"row": row, "wrt": wrt})
 
     def __missing__(self, name: str) -> Any:
         raise MissingResidual(

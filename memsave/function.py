@@ -30,15 +30,24 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C import (
+    _are_functorch_transforms_active,
+    _get_tracing_state,
+    _is_any_autocast_enabled,
+    _len_torch_function_stack,
+)
 from torch._C._functorch import is_functorch_wrapped_tensor, is_legacy_batchedtensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.autograd.function import Function
+from torch.compiler import is_dynamo_compiling
 from torch.overrides import _get_current_function_mode, _pop_mode_temporarily
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .kernels.reference import Like
 from .spec import Layer, Residuals
+
+_new_tuple = tuple.__new__
 
 Mask = frozenset[str]
 Saved = Mapping[str, Any]
@@ -57,6 +66,7 @@ class Rule(NamedTuple):
     autocast: bool | torch.dtype
     compiled: bool
     smooth: bool
+    shapes: tuple[str, ...]
 
 
 class Call(NamedTuple):
@@ -82,6 +92,7 @@ def define(
     autocast: bool | torch.dtype = False,
     compiled: bool = True,
     smooth: bool = False,
+    shapes: tuple[str, ...] | None = None,
 ) -> Callable[..., Any]:
     """Make the differentiable function of a row and register its rule.
 
@@ -97,6 +108,7 @@ def define(
         compiled: Whether ``torch.compile`` traces the rule. ``False`` where it makes the saving
             by itself from the stock op.
         smooth: Whether ``bwd`` takes the gradients of the extras, too.
+        shapes: Of which arguments, and of ``y``, ``bwd`` reads the shapes. Default: of all.
 
     Returns:
         A function of the row's arguments (positional, ``None`` where absent) and its options
@@ -117,6 +129,7 @@ def define(
         autocast,
         compiled,
         smooth,
+        (*row.args, "y") if shapes is None else shapes,
     )
     RULES[row.name] = rule
     return differentiable(rule)
@@ -124,8 +137,10 @@ def define(
 
 def differentiable(rule: Rule) -> Callable[..., Any]:
     """The differentiable function of a rule (see :func:`define`)."""
-    row, primal, stock_keeps = rule.row, rule.primal, rule.stock_keeps
-    function = _function(rule)
+    # What follows runs at every call of a layer, mostly with cold caches, where it is the number
+    # of Python functions that costs: so it calls few, and looks up at definition what it can.
+    row, primal, stock_keeps, autocast = rule.row, rule.primal, rule.stock_keeps, rule.autocast
+    smooth, function = rule.smooth, _function(rule)
     # Not the row's own mappings, which torch.compile cannot trace in every version.
     names = tuple(row.args)
     wantable = tuple(place for place, name in enumerate(names) if name in row.reads)
@@ -140,7 +155,7 @@ def differentiable(rule: Rule) -> Callable[..., Any]:
 
     def layer(*args: Any, **options: Any) -> Any:
         compiling = torch.compiler.is_compiling()
-        if not compiling and _asks_for_layers():
+        if not compiling and _len_torch_function_stack() and _asks_for_layers():
             with _pop_mode_temporarily():
                 return layer(*args, **options)
         wanted: tuple[int, ...] = ()
@@ -158,14 +173,14 @@ def differentiable(rule: Rule) -> Callable[..., Any]:
             if _observer is not None:
                 arrays = {**dict(zip(names, args, strict=True)), "y": _first(y)}
                 _observer(Call(row, plan.wrt, arrays, options))
-        elif rule.autocast and (dtype := _autocast_dtype(rule, args)) is not None:
+        elif autocast and (dtype := _autocast_dtype(rule, args)) is not None:
             device = args[0].device.type
             cast = _autocast(args, dtype)
             with torch.autocast(device, enabled=False):
                 y = run(plan, options, *cast)
         else:
             y = run(plan, options, *args)
-        return _first(y) if rule.smooth else y
+        return y[0] if smooth else y
 
     layer.__name__ = layer.__qualname__ = row.name
     layer.__doc__ = f"The row ``{row.name}`` as a differentiable function."
@@ -178,36 +193,47 @@ class Plan(NamedTuple):
     Attributes:
         saves: Names of what is kept.
         grads: Of each argument its name, or ``None`` if its gradient is not wanted.
+        residuals: What is kept, by name, for ``bwd``.
     """
 
     wrt: Mask
     saves: tuple[str, ...]
     grads: tuple[str | None, ...]
+    residuals: type[Residuals]
 
     @classmethod
     def of(cls, row: Layer, wrt: Mask) -> Plan:
         """The plan of a mask."""
         grads = tuple(name if name in wrt else None for name in row.args)
-        return cls(wrt, row.saves(wrt), grads)
+        return cls(wrt, row.saves(wrt), grads, Residuals.of(row, wrt))
 
 
 def _function(rule: Rule) -> type[Function]:
     """The autograd function of a rule, named after its row."""
     row, fwd, bwd, smooth = rule.row, rule.fwd, rule.bwd, rule.smooth
     everything = (*row.args, "y")
+    overwrites, told = row.inplace, rule.shapes
 
     def forward(ctx: Any, plan: Plan, options: dict[str, Any], *args: Any) -> Any:
-        inplace = row.inplace and options.get("inplace")
+        inplace = overwrites and options.get("inplace")
         result, extras = fwd(plan.wrt, *args, **options)
-        y = _first(result)
-        if not inplace and not torch.compiler.is_compiling() and y._is_view():
+        y = result[0] if isinstance(result, tuple) else result
+        compiling = is_dynamo_compiling()
+        if not inplace and not compiling and y._is_view():
             # Of a batch of one, say. The user may overwrite y, but not a view made in here.
             y = y.data
             result = (y, *result[1:]) if isinstance(result, tuple) else y
         arrays = dict(zip(everything, (*args, y), strict=True))
         ctx.shapes = shapes = {}
-        for name, array in arrays.items():
-            shapes[name] = None if array is None else Like.of(array)
+        for name in told:
+            array = arrays[name]
+            if array is None:
+                shapes[name] = None
+            elif compiling:
+                shapes[name] = Like.of(array)
+            else:  # which runs no Python
+                like = (array.shape, array.stride(), array.dtype)
+                shapes[name] = _new_tuple(Like, like)  # type: ignore[type-var]
         arrays.update(extras)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*[arrays[name] for name in plan.saves])
@@ -230,12 +256,10 @@ def _function(rule: Rule) -> type[Function]:
         assert bwd is not None
         g: Any = _with_extras(ctx, gs) if smooth else given
         named = zip(plan.saves, ctx.saved_tensors, strict=True)
-        compiling = torch.compiler.is_compiling()
-        saved = dict(named) if compiling else Residuals(row, plan.wrt, named)
-        device = given.device.type
-        if amp_enabled(device):
+        saved = dict(named) if is_dynamo_compiling() else plan.residuals(named)
+        if _is_any_autocast_enabled() and amp_enabled(given.device.type):
             # The caller may run backward under autocast; gradients have the dtypes of forward.
-            with torch.autocast(device, enabled=False):
+            with torch.autocast(given.device.type, enabled=False):
                 grads = bwd(g, plan.wrt, saved, ctx.shapes, **ctx.options)
         else:
             grads = bwd(g, plan.wrt, saved, ctx.shapes, **ctx.options)
@@ -254,13 +278,14 @@ def _function(rule: Rule) -> type[Function]:
     parts = row.name.replace(".", "_").split("_")
     name = "Memsave" + "".join(part.capitalize() for part in parts)
     body = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
-    return type(name, (Function,), body)
+    function = type(name, (Function,), body)
+    # As the node's own ``apply``, but for what that looks up on the way.
+    function._backward_cls.apply = backward  # type: ignore[attr-defined]
+    return function
 
 
 def _asks_for_layers() -> bool:
     """Whether the innermost mode would replace the stock ops of a layer, which is one already."""
-    if not torch._C._len_torch_function_stack():
-        return False
     return getattr(_get_current_function_mode(), "asks_for_layers", False)
 
 
@@ -281,7 +306,7 @@ def _first(y: Any) -> Tensor:
 
 def _untraceable(rule: Rule, args: tuple[Any, ...], options: Mapping[str, Any]) -> bool:
     """Whether ``torch.compile`` is to trace the stock op."""
-    if torch._C._are_functorch_transforms_active():
+    if _are_functorch_transforms_active():
         return True
     inplace = rule.row.inplace and options.get("inplace")
     # (is_exporting() is always true to the compiler of torch 2.11.)
@@ -291,49 +316,58 @@ def _untraceable(rule: Rule, args: tuple[Any, ...], options: Mapping[str, Any]) 
 def _unservable(rule: Rule, args: tuple[Any, ...], options: Mapping[str, Any]) -> bool:
     """Whether this call is one that a Python autograd function cannot serve."""
     if (
-        torch._C._are_functorch_transforms_active()
+        _are_functorch_transforms_active()
         or forward_ad._current_level >= 0
-        or torch._C._get_tracing_state() is not None
+        or _get_tracing_state() is not None
     ):
         return True
-    for arg in args:  # noqa: SIM110 (every call runs this: no generator)
-        if arg is not None and not _plain(arg):
+    for arg in args:
+        if arg is not None and (
+            (type(arg) not in _OF_TORCH and _has_other_meaning(arg))
+            or arg.layout is not torch.strided
+            or arg.is_complex()
+            or arg.is_nested
+            or is_functorch_wrapped_tensor(arg)
+        ):
             return True
     return False
 
 
-def _plain(arg: Any) -> bool:
-    """Whether a tensor is real, dense and of a class that gives torch ops no other meaning."""
-    if type(arg) not in (Tensor, torch.nn.Parameter) and (
+_OF_TORCH = (Tensor, torch.nn.Parameter)
+
+
+def _has_other_meaning(arg: Any) -> bool:
+    """Whether it is no tensor, or of a class that gives torch ops another meaning."""
+    return (
         not isinstance(arg, Tensor)
         or type(arg).__torch_function__ is not torch._C._disabled_torch_function_impl
         or is_traceable_wrapper_subclass(arg)
-    ):
-        return False
-    return arg.layout is torch.strided and not (
-        arg.is_complex() or arg.is_nested or is_functorch_wrapped_tensor(arg)
     )
 
 
-def stock_suffices(*wanted: Any) -> bool:
+def stock_suffices(*wanted: Any, cast: bool = False) -> bool:
     """Whether a module whose stock op keeps no bytes beyond those of its row may call it at once.
 
     So it is if the gradient of one of ``wanted`` is. Then the stock op keeps what the row says, and
     refers to parameters and buffers, which live anyway. It spares the time of a Python function.
-    (Not while somebody observes what layers keep, or traces.)
+    (Not while somebody observes what layers keep, or traces; nor where autocast is on, of an op
+    whose arguments it is to ``cast``: that keeps the copies, also of parameters.)
     """
     if torch.compiler.is_compiling() or _observer is not None:
         return False
-    if torch._C._get_tracing_state() is not None:
+    if _get_tracing_state() is not None:
         return False
-    return any(isinstance(tensor, Tensor) and tensor.requires_grad for tensor in wanted)
+    for tensor in wanted:
+        if isinstance(tensor, Tensor) and tensor.requires_grad:
+            return not (cast and amp_enabled(tensor.device.type))
+    return False
 
 
 def is_traced(x: Any) -> bool:
     """Whether ``torch.fx`` or ``torch.jit`` is tracing, so that nothing may depend on shapes."""
     if torch.compiler.is_compiling():
         return False
-    return not isinstance(x, Tensor) or torch._C._get_tracing_state() is not None
+    return not isinstance(x, Tensor) or _get_tracing_state() is not None
 
 
 def is_plain_gradient(g: Tensor) -> bool:
@@ -343,6 +377,15 @@ def is_plain_gradient(g: Tensor) -> bool:
         and not g.requires_grad
         and not is_legacy_batchedtensor(g)  # is_grads_batched
         and not is_functorch_wrapped_tensor(g)
+    )
+
+
+def is_final(g: Tensor) -> bool:
+    """Whether the gradients that ``bwd`` makes are not to be differentiated, so that it may
+    overwrite what it has made.
+    """
+    return (
+        not torch.compiler.is_compiling() and not torch.is_grad_enabled() and is_plain_gradient(g)
     )
 
 

@@ -272,7 +272,7 @@ def _backward(
 ) -> Grads:
     """The gradients in the dtypes of their arguments."""
     assert rule.bwd is not None
-    grads = rule.bwd(g, wrt, Residuals(rule.row, wrt, saved), shapes, **options)
+    grads = rule.bwd(g, wrt, Residuals.of(rule.row, wrt)(saved), shapes, **options)
     return {name: grads[name].astype(shapes[name].dtype) for name in sorted(wrt)}
 
 

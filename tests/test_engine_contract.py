@@ -19,6 +19,7 @@ from helpers import every_row, first, inputs, options, ours, outcome, same, stoc
 from torch import Tensor, fx, nn
 from torch.autograd import forward_ad
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.nn.utils import parametrizations
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -839,21 +840,29 @@ def has_rule(y: Tensor) -> bool:
     return any("Memsave" in type(node).__name__ for node in nodes)
 
 
-NORMS = [
-    (memsave.nn.BatchNorm1d(6), (4, 6)),
-    (memsave.nn.BatchNorm2d(6), (2, 6, 4, 3)),
-    (memsave.nn.LayerNorm((4, 3)), (2, 6, 4, 3)),
-    (memsave.nn.LayerNorm(3, bias=False), (2, 6, 4, 3)),
-    (memsave.nn.LayerNorm(3, elementwise_affine=False), (2, 6, 4, 3)),
-    (memsave.nn.GroupNorm(2, 6), (2, 6, 4, 3)),
-    (memsave.nn.GroupNorm(2, 6, affine=False), (2, 6, 4, 3)),
+#: Modules, shapes of their inputs, and the gradients for which the stock op keeps no more bytes.
+NO_MORE = [
+    (memsave.nn.BatchNorm1d(6), (4, 6), "input weight all"),
+    (memsave.nn.BatchNorm2d(6), (2, 6, 4, 3), "input weight all"),
+    (memsave.nn.BatchNorm2d(6).eval(), (2, 6, 4, 3), "weight all"),
+    (memsave.nn.LayerNorm((4, 3)), (2, 6, 4, 3), "input weight all"),
+    (memsave.nn.LayerNorm(3, bias=False), (2, 6, 4, 3), "input weight all"),
+    (memsave.nn.LayerNorm(3, elementwise_affine=False), (2, 6, 4, 3), "input weight all"),
+    (memsave.nn.GroupNorm(2, 6), (2, 6, 4, 3), "input weight all"),
+    (memsave.nn.GroupNorm(2, 6, affine=False), (2, 6, 4, 3), "input weight all"),
+    (memsave.nn.Conv2d(6, 4, 3), (2, 6, 4, 3), "weight all"),
+    (memsave.nn.Conv2d(6, 4, 3, padding="same"), (2, 6, 4, 3), ""),
+    (memsave.nn.Conv2d(6, 4, 3, padding=1, padding_mode="reflect"), (2, 6, 4, 3), ""),
+    (parametrizations.weight_norm(memsave.nn.Conv2d(6, 4, 3)), (2, 6, 4, 3), "all"),
+    (memsave.nn.ConvTranspose2d(6, 4, 3, stride=2), (2, 6, 4, 3), "weight all"),
+    (memsave.nn.PReLU(6), (2, 6, 4, 3), "weight all"),
 ]
 
 
 @pytest.mark.parametrize("wanted", ["input", "weight", "bias", "all"])
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last, None])
-@pytest.mark.parametrize(("norm", "shape"), NORMS, ids=lambda value: type(value).__name__)
-def test_norms_are_stock_where_that_keeps_no_more(norm, shape, layout, wanted) -> None:
+@pytest.mark.parametrize(("layer", "shape", "no_more"), NO_MORE, ids=lambda v: type(v).__name__)
+def test_modules_are_stock_where_that_keeps_no_more(layer, shape, no_more, layout, wanted) -> None:
     """Bytes, that is: parameters and buffers, to which stock refers, live anyway."""
     x = torch.randn(shape)
     if layout is None:
@@ -861,17 +870,26 @@ def test_norms_are_stock_where_that_keeps_no_more(norm, shape, layout, wanted) -
     elif len(shape) == 4:
         x = x.to(memory_format=layout)
     x.requires_grad_(wanted in ("input", "all"))
-    for name, parameter in norm.named_parameters():
-        parameter.requires_grad_(wanted in (name, "all"))
-    free = [*norm.parameters(), *norm.buffers()]
-    y = norm(x)
+    for name, parameter in layer.named_parameters():
+        own = "weight" if name.startswith("parametrizations") else name
+        parameter.requires_grad_(wanted in (own, "all"))
+    free = [*layer.parameters(), *layer.buffers()]
+    y = layer(x)
     if not y.requires_grad:
         return
     with function.observe(lambda call: None):
-        ruled = norm(x)
-        assert has_rule(ruled)
-        by_rule = helpers.kept(lambda: norm(x), free)
+        ruled = layer(x)
+        assert has_rule(ruled) or wanted == "all"
+        by_rule = helpers.kept(lambda: layer(x), free)
     assert y.equal(ruled)
-    assert helpers.kept(lambda: norm(x), free) == by_rule
-    is_stock = wanted != "bias" and not (layout is None and isinstance(norm, nn.GroupNorm))
+    assert helpers.kept(lambda: layer(x), free) == by_rule
+    is_stock = wanted in no_more and not (layout is None and isinstance(layer, nn.GroupNorm))
     assert has_rule(y) != is_stock
+
+
+@pytest.mark.parametrize("layer", [memsave.nn.Conv2d(3, 4, 3), memsave.nn.PReLU(3)])
+def test_no_copies_of_parameters_are_kept_under_autocast(layer) -> None:
+    """The stock op keeps the weight in the lower precision; its gradient reads the input alone."""
+    x = torch.randn(2, 3, 8, 8)
+    with torch.autocast("cpu", cache_enabled=False):
+        assert helpers.kept(lambda: layer(x), [x]) == x.nbytes // 2

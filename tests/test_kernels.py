@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memsave import kernels
 from memsave.kernels import pack, reference, unpack
-from memsave.kernels.reference import Like, Windows
+from memsave.kernels.reference import Like, Rows, Windows
 from memsave.layers import norm as norms
 
 ONES = {
@@ -552,3 +552,53 @@ def test_norm(
                 torch.testing.assert_close(grad, expected[name], rtol=tolerance, atol=tolerance)
                 if dtype == torch.bfloat16:  # rounded the same way
                     assert (grad == expected[name]).double().mean() > 0.9
+
+
+@pytest.mark.parametrize("kept", ["x", "y"])
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize(
+    ("shape", "groups"), [((1, 1, 2), 1), ((2, 6, 5, 7), 3), ((3, 4), 2), ((8, 64, 20, 20), 64)]
+)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_group_norm(
+    native: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    groups: int,
+    affine: bool,
+    kept: str,
+) -> None:
+    """As of rows; what stores the channels last is left to the reference."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.rand(shape, generator=generator, dtype=dtype)
+
+    x, g = draw(*shape) - 0.5, draw(*shape) - 0.5
+    weight, bias = (draw(shape[1]) + 0.5, draw(shape[1])) if affine else (None, None)
+    rows = x.view(shape[0], groups, -1)
+    mean, rstd = rows.mean(-1), draw(shape[0], groups)
+    y = ((rows - mean[..., None]) * rstd[..., None]).view(shape)
+    if affine:
+        along = (-1, *[1] * (len(shape) - 2))
+        y = y * weight.view(along) + bias.view(along)
+    saved = {"x": x, "y": y, "mean": mean, "rstd": rstd, "weight": weight, "bias": bias}
+    parameters = {"weight", "bias"} if affine else set()
+    shapes = {name: Like.of(saved[name]) for name in ("x", *parameters)}
+    tolerance = 1e-10 if dtype == torch.float64 else 1e-3
+    of = norms.from_input if kept == "x" else norms._from_output
+    for wrt in map(frozenset, ({"x", *parameters}, {"x"}, parameters)):
+        results = []
+        for kernel in (native.norm, reference.norm):
+            with monkeypatch.context() as patch, torch.no_grad():
+                patch.setattr(kernels, "norm", kernel)
+                results.append(of({"y": g}, wrt, saved, shapes, groups) if wrt else {})
+        assert results[0].keys() == results[1].keys() == wrt
+        for name, grad in results[0].items():
+            torch.testing.assert_close(grad, results[1][name], rtol=tolerance, atol=tolerance)
+    of_rows = Rows(g, x, mean, rstd, weight, None, 0.0, False, True, groups)
+    assert native.norm(of_rows, frozenset({"x"})) is not None
+    if len(shape) == 4:
+        last = x.to(memory_format=torch.channels_last)
+        assert native.norm(of_rows._replace(kept=last), frozenset({"x"})) is None

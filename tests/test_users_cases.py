@@ -12,7 +12,7 @@ import pytest
 import torch
 from helpers import same
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations, prune
+from torch.nn.utils import parametrizations, parametrize, prune
 from torch.utils.checkpoint import checkpoint
 
 import memsave
@@ -361,6 +361,33 @@ def test_parametrized_layers(name: str) -> None:
     change = getattr(parametrizations, name)
     agree(lambda m: nn.Sequential(change(m.Conv2d(3, 4, 3)), m.ReLU()).double(), 2, 3, 6, 6)
     agree(lambda m: nn.Sequential(change(m.Linear(3, 4)), m.ReLU()).double(), 2, 3)
+
+
+class Changing(nn.Module):
+    """Another weight whenever it is read, as by spectral normalization while training."""
+
+    reads = 0
+
+    def forward(self, weight: Tensor) -> Tensor:
+        self.reads += 1
+        return weight * self.reads
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("name", memsave.nn.__all__)
+def test_weights_are_read_as_often_as_by_stock(name: str, training: bool) -> None:
+    cls = getattr(memsave.nn, name)
+    (stock,), reads = cls.__bases__, []
+    for one in (cls, stock):
+        layer = helpers.build(one).train(training)
+        if not isinstance(getattr(layer, "weight", None), nn.Parameter):
+            return
+        parametrize.register_parametrization(layer, "weight", Changing())
+        for wanted in (True, False):
+            layer.requires_grad_(wanted)
+            layer(helpers.module_input(stock))
+        reads.append(layer.parametrizations["weight"][0].reads)
+    assert reads[0] == reads[1]
 
 
 def test_pruned_layers() -> None:

@@ -14,7 +14,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-import torch
+from torch.compiler import is_dynamo_compiling
 
 from . import reference
 
@@ -32,7 +32,7 @@ def _fastest(name: str) -> Callable[..., Any]:
     others = [getattr(one, name) for one in IMPLEMENTATIONS if hasattr(one, name)]
 
     def kernel(*args: Any) -> Any:
-        if not torch.compiler.is_compiling():
+        if not is_dynamo_compiling():
             for other in others:
                 result = other(*args)
                 if result is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
 from torch.nn import Parameter
 
 from .reference import Like, is_dense
@@ -18,8 +19,8 @@ def has_memory(x: Tensor, stride: tuple[int, ...]) -> bool:
         type(x) in (Tensor, Parameter)
         and x.layout is torch.strided
         and not x.is_neg()
-        and not torch._C._len_torch_dispatch_stack()
-        and not torch._C._len_torch_function_stack()
+        and not _len_torch_dispatch_stack()
+        and not _len_torch_function_stack()
         and x.stride() == stride
         and (x.is_contiguous() or is_dense(Like.of(x)))
     )

@@ -130,13 +130,15 @@ OF_INTEGERS(int16_t)
 OF_INTEGERS(int32_t)
 OF_INTEGERS(int64_t)
 
-/* Normalization of rows, backwards: gradients of x, weight and bias, from x or from y. */
+/* Normalization, backwards: gradients of x, weight and bias, from x or from y. Of rows, or of groups
+   of channels that have several places each. */
 
 typedef struct {
     const void *g, *kept, *mean, *rstd, *weight, *bias; /* mean, weight, bias: or NULL */
     void *dx, *dweight, *dbias;                         /* or NULL; a row for each thread */
-    size features;
-    double shift; /* added to the weight */
+    size features;       /* or channels of a group */
+    size groups, places; /* or 1 */
+    double shift;        /* added to the weight */
     int from_y, centered;
 } Norm;
 
@@ -220,6 +222,45 @@ enum { BLOCK_OF_ROW = 2048 };
 NORM(norm_float, float, float, , )
 NORM(norm_double, double, double, , )
 NORM(norm_bfloat16, float, uint16_t, of_bfloat16, to_bfloat16) /* parameters and statistics: float */
+
+#define GROUP_NORM(NAME, T)                                                             \
+    LOOP void NAME(const void *work, size start, size end, size thread) {               \
+        const Norm *norm = work;                                                        \
+        const size channels = norm->features, places = norm->places, n = channels * places; \
+        const T *weight = norm->weight, *bias = norm->bias, *mean = norm->mean, *rstd = norm->rstd; \
+        T *dweight = norm->dweight, *dbias = norm->dbias;                               \
+        if (dweight) dweight += thread * norm->groups * channels;                       \
+        if (dbias) dbias += thread * norm->groups * channels;                           \
+        for (size row = start; row < end; row++) {                                      \
+            const T *g = (const T *)norm->g + row * n, *kept = (const T *)norm->kept + row * n; \
+            T *dx = norm->dx ? (T *)norm->dx + row * n : NULL, along = 0, total = 0;    \
+            const size first = row % norm->groups * channels;                           \
+            for (size c = 0; c < channels; c++, g += places, kept += places) {          \
+                NORMALIZED(T)                                                           \
+                T of_weight = 0, of_bias = 0;                                           \
+                SUMMED(of_weight, of_bias) for (size k = 0; k < places; k++) {          \
+                    of_weight += g[k] * ((kept[k] - center) * scale);                   \
+                    of_bias += g[k];                                                    \
+                }                                                                       \
+                if (dweight) dweight[first + c] += of_weight;                           \
+                if (dbias) dbias[first + c] += of_bias;                                 \
+                along += of_weight * factor, total += of_bias * factor;                 \
+            }                                                                           \
+            if (!dx) continue;                                                          \
+            g -= n, kept -= n, along /= n, total /= n;                                  \
+            for (size c = 0; c < channels; c++, g += places, kept += places, dx += places) { \
+                NORMALIZED(T)                                                           \
+                EACH for (size k = 0; k < places; k++)                                  \
+                    dx[k] = (g[k] * factor - (kept[k] - center) * scale * along - total) * rstd[row]; \
+            }                                                                           \
+        }                                                                               \
+    }
+#define NORMALIZED(T)                                                                   \
+    const T factor = weight ? weight[first + c] : 1;                                    \
+    const T center = !norm->from_y ? mean[row] : bias ? bias[first + c] : 0;            \
+    const T scale = norm->from_y ? 1 / factor : rstd[row];
+GROUP_NORM(group_norm_float, float)
+GROUP_NORM(group_norm_double, double)
 
 /* Max pooling over three spatial axes, where those that are missing have size 1. Several `channels`
    lie beside each other where they are stored last. An offset is an index in the window. */
@@ -393,10 +434,11 @@ static void in_threads(Task task, size threads, size elements) {
 /* The module. */
 
 #define NAMED(NAME) {#NAME, NAME}
-static const struct {
+typedef struct {
     const char *name;
     Loop *loop;
-} LOOPS[] = {
+} Named;
+static const Named LOOPS[] = {
     NAMED(relu_float),        NAMED(relu_double),        NAMED(relu_half),
     NAMED(leaky_relu_float),  NAMED(leaky_relu_double),  NAMED(hardtanh_float),
     NAMED(hardtanh_double),   NAMED(threshold_float),    NAMED(threshold_double),
@@ -408,7 +450,11 @@ static const struct {
     NAMED(scale_float),       NAMED(scale_double),       NAMED(select_int8_t),
     NAMED(select_int16_t),    NAMED(select_int32_t),     NAMED(select_int64_t),
 };
-enum { COUNT = sizeof LOOPS / sizeof *LOOPS };
+static const Named NORMS[] = {
+    NAMED(norm_float),       NAMED(norm_double), NAMED(norm_bfloat16),
+    NAMED(group_norm_float), NAMED(group_norm_double),
+};
+#define COUNT(TABLE) (size)(sizeof TABLE / sizeof *TABLE)
 
 static PyObject *run(PyObject *module, PyObject *args) {
     size loop, elements, threads, x, y, bits;
@@ -416,7 +462,7 @@ static PyObject *run(PyObject *module, PyObject *args) {
     if (!PyArg_ParseTuple(args, "nnnnnndd:run", &loop, &elements, &threads, &x, &y, &bits,
                           &arrays.a, &arrays.b))
         return NULL;
-    if (loop < 0 || loop >= COUNT) {
+    if (loop < 0 || loop >= COUNT(LOOPS)) {
         PyErr_SetString(PyExc_IndexError, "no such loop");
         return NULL;
     }
@@ -430,12 +476,11 @@ static PyObject *run(PyObject *module, PyObject *args) {
 static PyObject *norm(PyObject *module, PyObject *args) {
     size loop, rows, threads, g, kept, mean, rstd, weight, bias, dx, dweight, dbias;
     Norm norm;
-    if (!PyArg_ParseTuple(args, "nnnnnnnnnnnnndpp:norm", &loop, &rows, &norm.features, &threads,
-                          &g, &kept, &mean, &rstd, &weight, &bias, &dx, &dweight, &dbias,
-                          &norm.shift, &norm.from_y, &norm.centered))
+    if (!PyArg_ParseTuple(args, "nn(nnn)nnnnnnnnnndpp:norm", &loop, &rows, &norm.features,
+                          &norm.groups, &norm.places, &threads, &g, &kept, &mean, &rstd, &weight,
+                          &bias, &dx, &dweight, &dbias, &norm.shift, &norm.from_y, &norm.centered))
         return NULL;
-    Loop *const NORMS[] = {norm_float, norm_double, norm_bfloat16};
-    if (loop < 0 || loop >= (size)(sizeof NORMS / sizeof *NORMS)) {
+    if (loop < 0 || loop >= COUNT(NORMS)) {
         PyErr_SetString(PyExc_IndexError, "no such loop");
         return NULL;
     }
@@ -443,8 +488,8 @@ static PyObject *norm(PyObject *module, PyObject *args) {
     norm.mean = (const void *)mean, norm.rstd = (const void *)rstd;
     norm.weight = (const void *)weight, norm.bias = (const void *)bias;
     norm.dx = (void *)dx, norm.dweight = (void *)dweight, norm.dbias = (void *)dbias;
-    in_threads((Task){NORMS[loop], &norm, rows, 1}, threads,
-               rows * norm.features);
+    in_threads((Task){NORMS[loop].loop, &norm, rows, 1}, threads,
+               rows * norm.features * norm.places);
     Py_RETURN_NONE;
 }
 
@@ -477,17 +522,22 @@ static PyObject *pool(PyObject *module, PyObject *args) {
 static PyMethodDef methods[] = {
     {"run", run, METH_VARARGS, "run(loop, elements, threads, x, y, bits, a, b), where x, y and bits are addresses"},
     {"norm", norm, METH_VARARGS,
-     "norm(loop, rows, features, threads, g, kept, mean, rstd, weight, bias, dx, dweight, "
-     "dbias, shift, from_y, centered), where arrays are addresses, or 0"},
+     "norm(loop, rows, (features, groups, places), threads, g, kept, mean, rstd, weight, bias, dx, "
+     "dweight, dbias, shift, from_y, centered), where arrays are addresses, or 0"},
     {"pool", pool, METH_VARARGS,
      "pool(backwards, is_double, planes, channels, threads, x, y, offsets, in, out, kernel, stride, "
      "padding, dilation), where arrays are addresses, and sizes have three values"},
     {NULL, NULL, 0, NULL},
 };
 
+static int add_names(PyObject *module, const Named *table, size count) {
+    for (size k = 0; k < count; k++)
+        if (PyModule_AddIntConstant(module, table[k].name, (long)k) < 0) return -1;
+    return 0;
+}
+
 static int add_loops(PyObject *module) {
-    for (int k = 0; k < COUNT; k++)
-        if (PyModule_AddIntConstant(module, LOOPS[k].name, k) < 0) return -1;
+    if (add_names(module, LOOPS, COUNT(LOOPS)) || add_names(module, NORMS, COUNT(NORMS))) return -1;
 #if defined(__GNUC__) && !defined(_WIN32)
     if (pthread_atfork(NULL, NULL, in_fork)) return -1;
 #endif

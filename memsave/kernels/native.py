@@ -37,13 +37,9 @@ SCALE = _loops("scale")
 SELECT = {size: getattr(_native, f"select_int{8 * size}_t") for size in INTEGERS}
 
 
-def _has_memory(x: Tensor, stride: tuple[int, ...]) -> bool:
-    return x.is_cpu and has_memory(x, stride)
-
-
 def _run(loop: int, x: Tensor, y: Tensor, bits: Tensor, a: float = 0, b: float = 0) -> None:
-    addresses = (x.data_ptr(), y.data_ptr(), bits.data_ptr())
-    _native.run(loop, x.numel(), torch.get_num_threads(), *addresses, a, b)
+    size, threads = x.numel(), torch.get_num_threads()
+    _native.run(loop, size, threads, x.data_ptr(), y.data_ptr(), bits.data_ptr(), a, b)
 
 
 def relu(x: Tensor, inplace: bool) -> tuple[Tensor, Tensor] | None:
@@ -70,7 +66,7 @@ def piecewise(
 def _with_bits(
     loop: int, x: Tensor, inplace: bool, a: float, b: float = 0
 ) -> tuple[Tensor, Tensor] | None:
-    if not _has_memory(x, x.stride()):
+    if not x.is_cpu or not has_memory(x, x.stride()):
         return None
     y, bits = x if inplace else torch.empty_like(x), empty_bits(x)
     _run(loop, x, y, bits, a, b)
@@ -81,7 +77,7 @@ def _with_bits(
 
 def compare(x: Tensor, like: Like, test: str, low: float, high: float) -> Tensor | None:
     """The bits in one pass."""
-    if x.dtype not in COMPARE[test] or not _has_memory(x, like.stride):
+    if not x.is_cpu or x.dtype not in COMPARE[test] or not has_memory(x, like.stride):
         return None
     bits = empty_bits(x)
     _run(COMPARE[test][x.dtype], x, x, bits, low, high)
@@ -90,7 +86,7 @@ def compare(x: Tensor, like: Like, test: str, low: float, high: float) -> Tensor
 
 def pack(mask: Tensor, like: Like) -> Tensor | None:
     """The bits in one pass."""
-    if not _has_memory(mask, like.stride):
+    if not mask.is_cpu or not has_memory(mask, like.stride):
         return None
     bits = empty_bits(mask)
     _run(_native.nonzero, mask, mask, bits)
@@ -101,8 +97,9 @@ def select(g: Tensor, bits: Tensor, like: Like) -> Tensor | None:
     """In one pass."""
     if not g.is_cpu:
         return None
-    g = in_order(g, like)
-    if not _has_memory(g, like.stride):
+    if g.stride() != like.stride:
+        g = in_order(g, like)
+    if not has_memory(g, like.stride):
         return None
     y = torch.empty_like(g)
     _run(SELECT[g.itemsize], g, y, bits)
@@ -115,9 +112,9 @@ def scale(
     """In one pass."""
     if x.dtype not in SCALE or not x.is_cpu:
         return None
-    if not inplace:
+    if not inplace and x.stride() != like.stride:
         x = in_order(x, like)
-    if not _has_memory(x, like.stride):
+    if not has_memory(x, like.stride):
         return None
     y = x if inplace else torch.empty_like(x)
     _run(SCALE[x.dtype], x, y, bits, on, off)
@@ -126,19 +123,19 @@ def scale(
     return y
 
 
-#: Loops of norms: by the dtype of rows, with that of vectors.
-NORM = {
-    torch.float32: (0, torch.float32),
-    torch.float64: (1, torch.float64),
-    torch.bfloat16: (2, torch.float32),
-}
+#: Loops of norms by the dtype of rows; of groups, as stored in torch's default format.
+NORM = _loops("norm") | {torch.bfloat16: _native.norm_bfloat16}
+GROUP_NORM = _loops("group_norm")
 
 
 def norm(rows: Rows, wrt: frozenset[str]) -> dict[str, Tensor] | None:
     """In one pass over the rows; sums over them by thread."""
-    if rows.g.dtype not in NORM or rows.kept.dtype != rows.g.dtype or not rows.g.is_cpu:
+    loop = (NORM if rows.groups is None else GROUP_NORM).get(rows.g.dtype)
+    if loop is None or rows.kept.dtype != rows.g.dtype or not rows.g.is_cpu:
         return None
-    loop, dtype = NORM[rows.g.dtype]
+    if rows.groups is not None and not (rows.kept.is_contiguous() and rows.g.numel()):
+        return None
+    dtype = torch.promote_types(rows.g.dtype, torch.float32)  # of vectors
     g, kept = rows.g.contiguous(), rows.kept.contiguous()
     vectors = [
         None if vector is None else vector.contiguous()
@@ -149,19 +146,24 @@ def norm(rows: Rows, wrt: frozenset[str]) -> dict[str, Tensor] | None:
     given = [vector for vector in vectors if vector is not None]
     if any(vector.dtype != dtype for vector in given):
         return None
-    if not all(_has_memory(array, array.stride()) for array in (kept, g, *given)):
-        return None
-    features, threads = g.shape[-1], torch.get_num_threads()
-    grads = {}
+    for array in (kept, g, *given):
+        if not array.is_cpu or not has_memory(array, array.stride()):
+            return None
+    if rows.groups is None:
+        features, groups, places = g.shape[-1], 1, 1
+    else:
+        features, groups = g.shape[1] // rows.groups, rows.groups
+        places = math.prod(g.shape[2:])
+    threads, grads = torch.get_num_threads(), {}
     if "x" in wrt:
         grads["x"] = torch.empty_like(g)
     for name in ("weight", "bias"):
         if name in wrt:  # a row for each thread
-            grads[name] = torch.zeros(threads, features, dtype=dtype)
+            grads[name] = torch.zeros(threads, groups * features, dtype=dtype)
     _native.norm(
         loop,
-        g.numel() // max(features, 1),
-        features,
+        g.numel() // max(features * places, 1),
+        (features, groups, places),
         threads,
         g.data_ptr(),
         kept.data_ptr(),
@@ -198,7 +200,7 @@ def unpool(g: Tensor, offsets: Tensor, windows: Windows, like: Like) -> Tensor |
     if not g.is_cpu or g.shape != offsets.shape:
         return None
     g = g.contiguous(memory_format=layout)
-    if not _has_memory(g, g.stride()):
+    if not has_memory(g, g.stride()):
         return None
     dx = torch.empty(like.shape, dtype=g.dtype, memory_format=layout)
     _pool(True, g, dx, offsets, windows, layout)
@@ -209,7 +211,7 @@ def _layout(x: Tensor, windows: Windows) -> torch.memory_format | None:
     """How it is stored, where that is clear (to torch, too: one channel is first and last)."""
     if math.prod(windows.kernel) > LARGEST_WINDOW or not x.numel() or not 1 <= x.ndim <= 5:
         return None
-    if not _has_memory(x, x.stride()):
+    if not x.is_cpu or not has_memory(x, x.stride()):
         return None
     first, last = x.is_contiguous(), FORMATS.get(x.ndim)
     if len(windows.inputs) + 2 != x.ndim:

@@ -126,15 +126,16 @@ def scale(
 
 
 class Rows(NamedTuple):
-    """Rows that were normalized, ``(*n, i)``, and what came in: the arguments of :func:`norm`.
+    """What was normalized, and what came in: the arguments of :func:`norm`.
 
     Attributes:
-        g: The gradient of the output.
+        g: The gradient of the output: rows ``(*n, i)``, or groups of channels ``(n, c, *s)``.
         kept: The input; or the output, without mean.
-        mean, rstd: ``(*n,)``; no mean if there is none, or of the output.
-        weight, bias: ``(i,)`` or ``None``.
+        mean, rstd: ``(*n,)`` or ``(n, groups)``; no mean if there is none, or of the output.
+        weight, bias: ``(i,)`` or ``(c,)``, or ``None``.
         shift: What the layer adds to the weight.
         centered: Whether the layer subtracts a mean.
+        groups: How many; ``None`` of rows.
     """
 
     g: Tensor
@@ -146,6 +147,7 @@ class Rows(NamedTuple):
     shift: float
     from_output: bool
     centered: bool
+    groups: int | None
 
 
 def norm(rows: Rows, wrt: frozenset[str]) -> dict[str, Tensor] | None:

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 
 from .. import kernels, spec
-from ..function import Grads, Mask, Saved, Shapes, define, is_plain_gradient
+from ..function import Grads, Mask, Saved, Shapes, define, is_plain_gradient, stock_suffices
 from ..kernels.reference import Like
 from ..spec import Layer
 from .module import drop_in
@@ -30,7 +31,7 @@ def _mask(bits: Tensor, like: Like | None) -> Tensor:
 def _select(g: Tensor, bits: Tensor, like: Like | None) -> Tensor:
     """``g`` where a bit is set and +0 elsewhere, whatever stands there (inf, nan)."""
     assert like is not None
-    if torch.compiler.is_compiling() or not is_plain_gradient(g):
+    if is_dynamo_compiling() or not is_plain_gradient(g):
         return torch.where(_mask(bits, like), g, 0.0)
     return kernels.select(g, bits, like)
 
@@ -38,7 +39,7 @@ def _select(g: Tensor, bits: Tensor, like: Like | None) -> Tensor:
 def _scale(g: Tensor, bits: Tensor, like: Like | None, slope: float) -> Tensor:
     """``g`` where a bit is set and ``g * slope`` elsewhere. (torch does not round the slope.)"""
     assert like is not None
-    if torch.compiler.is_compiling() or not is_plain_gradient(g) or g.itemsize < 4:
+    if is_dynamo_compiling() or not is_plain_gradient(g) or g.itemsize < 4:
         return torch.where(_mask(bits, like), g, g * slope)
     return kernels.scale(g, bits, like, 1.0, slope)
 
@@ -58,7 +59,7 @@ def _relu_bwd(
     return {"x": _select(g, saved["positive"], shapes["y"])}
 
 
-_relu = define(spec.RELU, _relu_primal, _relu_bwd, _relu_fwd)
+_relu = define(spec.RELU, _relu_primal, _relu_bwd, _relu_fwd, shapes=("y",))
 _relu_from_output = define(spec.RELU_FROM_OUTPUT, _relu_primal)
 
 
@@ -86,7 +87,7 @@ def _define(
     def bwd(g: Tensor, wrt: Mask, saved: Saved, shapes: Shapes, **options: Any) -> Grads:
         return {"x": gradient(g, saved[extra], shapes["y"], **options)}
 
-    return define(row, primal, bwd, fwd)
+    return define(row, primal, bwd, fwd, shapes=("y",))
 
 
 def _where_it_passes(g: Tensor, bits: Tensor, like: Like | None, **_: Any) -> Tensor:
@@ -247,7 +248,7 @@ class ReLU(nn.ReLU):
     """As :class:`torch.nn.ReLU`. Keeps one bit per element."""
 
     def forward(self, input: Tensor) -> Tensor:
-        return relu(input, self.inplace)
+        return _relu(input, inplace=self.inplace)
 
 
 @drop_in(spec.RELU_FROM_OUTPUT)
@@ -263,7 +264,7 @@ class LeakyReLU(nn.LeakyReLU):
     """As :class:`torch.nn.LeakyReLU`. Keeps one bit per element."""
 
     def forward(self, input: Tensor) -> Tensor:
-        return leaky_relu(input, self.negative_slope, self.inplace)
+        return _leaky_relu(input, negative_slope=self.negative_slope, inplace=self.inplace)
 
 
 @drop_in(spec.HARDTANH)
@@ -271,7 +272,7 @@ class ReLU6(nn.ReLU6):
     """As :class:`torch.nn.ReLU6`, which is a Hardtanh. Keeps one bit per element."""
 
     def forward(self, input: Tensor) -> Tensor:
-        return hardtanh(input, self.min_val, self.max_val, self.inplace)
+        return _hardtanh(input, min_val=self.min_val, max_val=self.max_val, inplace=self.inplace)
 
 
 @drop_in(spec.HARDTANH)
@@ -279,7 +280,7 @@ class Hardtanh(nn.Hardtanh):
     """As :class:`torch.nn.Hardtanh`. Keeps one bit per element."""
 
     def forward(self, input: Tensor) -> Tensor:
-        return hardtanh(input, self.min_val, self.max_val, self.inplace)
+        return _hardtanh(input, min_val=self.min_val, max_val=self.max_val, inplace=self.inplace)
 
 
 @drop_in(spec.THRESHOLD)
@@ -287,7 +288,8 @@ class Threshold(nn.Threshold):
     """As :class:`torch.nn.Threshold`. Keeps one bit per element."""
 
     def forward(self, input: Tensor) -> Tensor:
-        return threshold(input, self.threshold, self.value, self.inplace)
+        options = {"threshold": self.threshold, "value": self.value}
+        return _threshold(input, **options, inplace=self.inplace)
 
 
 @drop_in(spec.HARDSIGMOID)
@@ -295,7 +297,7 @@ class Hardsigmoid(nn.Hardsigmoid):
     """As :class:`torch.nn.Hardsigmoid`. Keeps one bit per element."""
 
     def forward(self, input: Tensor) -> Tensor:
-        return hardsigmoid(input, self.inplace)
+        return _hardsigmoid(input, inplace=self.inplace)
 
 
 @drop_in(spec.HARDSHRINK)
@@ -303,7 +305,7 @@ class Hardshrink(nn.Hardshrink):
     """As :class:`torch.nn.Hardshrink`. Keeps one bit per element."""
 
     def forward(self, input: Tensor) -> Tensor:
-        return hardshrink(input, self.lambd)
+        return _hardshrink(input, lambd=self.lambd)
 
 
 @drop_in(spec.SOFTSHRINK)
@@ -311,7 +313,7 @@ class Softshrink(nn.Softshrink):
     """As :class:`torch.nn.Softshrink`. Keeps one bit per element."""
 
     def forward(self, input: Tensor) -> Tensor:
-        return softshrink(input, self.lambd)
+        return _softshrink(input, lambd=self.lambd)
 
 
 @drop_in(spec.PRELU, spec.PRELU_FROM_INPUT)
@@ -319,4 +321,6 @@ class PReLU(nn.PReLU):
     """As :class:`torch.nn.PReLU`. Keeps one bit per element while its weight is frozen."""
 
     def forward(self, input: Tensor) -> Tensor:
-        return prelu(input, self.weight)
+        weight = self.weight
+        function = F.prelu if stock_suffices(weight, cast=True) else prelu
+        return function(input, weight)

@@ -132,6 +132,7 @@ _batch_norm_eval = define(
     _bwd_eval,
     stock_keeps=_stock_keeps_eval,
     compiled=False,
+    shapes=("x", "weight", "bias"),
 )
 _batch_norm_train = define(
     spec.BATCH_NORM_TRAIN, _primal_train, _bwd_train, _fwd_train, compiled=False
@@ -169,33 +170,26 @@ def batch_norm(
 def _forward(module: Any, input: Tensor) -> Tensor:
     """Which statistics to use and to update: https://docs.pytorch.org/docs/stable/nn.html."""
     module._check_input_dim(input)
-    tracked = not module.training or module.track_running_stats
-    momentum = module.momentum
-    if module.training and module.track_running_stats and module.num_batches_tracked is not None:
+    training, momentum, weight = module.training, module.momentum, module.weight
+    mean, var = module.running_mean, module.running_var
+    function = F.batch_norm if _stock_suffices(training, input, weight) else batch_norm
+    by_batch = training or (mean is None and var is None)
+    if training and not module.track_running_stats:
+        mean = var = None
+    elif training and module.num_batches_tracked is not None:
         module.num_batches_tracked.add_(1)
         if momentum is None:  # cumulative average
             momentum = 1.0 / float(module.num_batches_tracked)
-    function = F.batch_norm if _stock_suffices(module, input) else batch_norm
-    return function(
-        input,
-        module.running_mean if tracked else None,
-        module.running_var if tracked else None,
-        module.weight,
-        module.bias,
-        module.training or (module.running_mean is None and module.running_var is None),
-        0.0 if momentum is None else momentum,
-        module.eps,
-    )
+    momentum = 0.0 if momentum is None else momentum
+    return function(input, mean, var, weight, module.bias, by_batch, momentum, module.eps)
 
 
-def _stock_suffices(module: Any, input: Tensor) -> bool:
+def _stock_suffices(training: bool, input: Tensor, weight: Tensor | None) -> bool:
     """(Without a weight, its second derivative leaves out terms; elsewhere it may copy ``x``.)"""
-    return (
-        module.training
-        and module.weight is not None
-        and input.is_cpu
-        and stock_suffices(input, module.weight)
-    )
+    if weight is None or not input.is_cpu:
+        return False
+    # Not training, the gradient of the input reads none of it.
+    return (training or weight.requires_grad) and stock_suffices(input, weight)
 
 
 @drop_in(spec.BATCH_NORM_EVAL, spec.BATCH_NORM_TRAIN)

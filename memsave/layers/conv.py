@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import spec
-from ..function import Grads, Mask, Saved, Shapes, define
+from ..function import Grads, Mask, Saved, Shapes, define, stock_suffices
 from .module import drop_in
 from .shape import Ints, per_axis, remembered
 
@@ -152,7 +152,7 @@ def _conv_bwd(
             dx = adjoint(g, saved["weight"], None, steps, edges, left_over, groups, apart)
         else:
             dx = g.new_zeros([*x_shape[:-dims], *padded])
-        grads["x"] = _unpad(dx, pads, padding_mode)
+        grads["x"] = _unpad(dx, pads, padding_mode) if pads else dx
     if "weight" in wrt:
         x = _pad(saved["x"], pads, padding_mode)
         options = (steps, edges, apart, False, [0] * dims)
@@ -233,7 +233,14 @@ def _conv_primal(dims: int) -> Callable[..., Tensor]:
 
 
 _conv1d, _conv2d, _conv3d = (
-    define(row, _conv_primal(dims), _conv_bwd, stock_keeps=_conv_stock_keeps, autocast=True)
+    define(
+        row,
+        _conv_primal(dims),
+        _conv_bwd,
+        stock_keeps=_conv_stock_keeps,
+        autocast=True,
+        shapes=("x", "weight"),
+    )
     for dims, row in ((1, spec.CONV1D), (2, spec.CONV2D), (3, spec.CONV3D))
 )
 _conv_transpose1d, _conv_transpose2d, _conv_transpose3d = (
@@ -243,6 +250,7 @@ _conv_transpose1d, _conv_transpose2d, _conv_transpose3d = (
         _conv_transpose_bwd,
         stock_keeps=_conv_transpose_stock_keeps,
         autocast=True,
+        shapes=("x", "weight"),
     )
     for dims, row in (
         (1, spec.CONV_TRANSPOSE1D),
@@ -318,16 +326,29 @@ conv_transpose2d = _functional_transpose(_conv_transpose2d, 2)
 conv_transpose3d = _functional_transpose(_conv_transpose3d, 3)
 
 
-def _forward(layer: Callable[..., Tensor], module: Any, x: Tensor, *parameters: Any) -> Tensor:
+def _forward(
+    layer: Callable[..., Tensor], module: Any, x: Tensor, weight: Tensor, bias: Tensor | None
+) -> Tensor:
+    padding, mode = module.padding, module.padding_mode
+    # (Other padding makes a copy, which stock keeps.)
+    if weight.requires_grad and mode == "zeros" and padding != "same" and _stock_suffices(weight):
+        stock = CONV[weight.ndim - 2]
+        return stock(x, weight, bias, module.stride, padding, module.dilation, module.groups)
     return layer(
         x,
-        *parameters,
+        weight,
+        bias,
         stride=module.stride,
-        padding=module.padding,
+        padding=padding,
         dilation=module.dilation,
         groups=module.groups,
-        padding_mode=module.padding_mode,
+        padding_mode=mode,
     )
+
+
+def _stock_suffices(weight: Tensor) -> bool:
+    """(One that is computed from parameters lives no longer than it is kept.)"""
+    return weight.is_leaf and stock_suffices(weight, cast=True)
 
 
 @drop_in(spec.CONV1D)
@@ -359,9 +380,12 @@ def _forward_transpose(
 ) -> Tensor:
     dims = len(module.kernel_size)
     geometry = (module.stride, module.padding, module.kernel_size, dims, module.dilation)
+    weight = module.weight
+    if weight.requires_grad and _stock_suffices(weight):
+        layer = CONV_TRANSPOSE[dims]
     return layer(
         x,
-        module.weight,
+        weight,
         module.bias,
         stride=module.stride,
         padding=module.padding,

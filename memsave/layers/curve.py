@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import spec
-from ..function import Grads, Mask, Saved, Shapes, define
+from ..function import Grads, Mask, Saved, Shapes, define, is_final
 from ..spec import Layer
 from .module import as_stock, drop_in
 
@@ -32,7 +32,7 @@ def define_curve(
     def bwd(g: Tensor, wrt: Mask, saved: Saved, shapes: Shapes, **options: Any) -> Grads:
         return {"x": gradient(g, saved[residual], **options)}
 
-    return define(row, primal, bwd)
+    return define(row, primal, bwd, shapes=())
 
 
 def _elu(x: Tensor, *, alpha: float, inplace: bool = False) -> Tensor:
@@ -51,9 +51,18 @@ def _softplus(x: Tensor, *, beta: float, threshold: float) -> Tensor:
     return F.softplus(x, beta, threshold)
 
 
+def _times(g: Tensor, array: Tensor, *ops: str) -> Tensor:
+    """``g`` times what these make of the array, one after the other and in place if they can."""
+    overwrite = is_final(g) and g.stride() == array.stride()
+    factor = array
+    for done, op in enumerate(ops):
+        factor = getattr(factor, op + "_" if overwrite and done else op)()
+    return factor.mul_(g) if overwrite else g * factor
+
+
 def _softplus_gradient(g: Tensor, y: Tensor, beta: float, threshold: float) -> Tensor:
-    # 1 - exp(-beta * y), and 1 where softplus is the identity.
-    return torch.where(y * beta > threshold, g, g * -torch.expm1(y * -beta))
+    # 1 - exp(-beta * y), which is 1 where softplus is the identity, to rounding.
+    return _times(g, y * -beta, "expm1", "neg")
 
 
 # What stock keeps is what the row says.
@@ -88,12 +97,16 @@ _selu_from_output = define_curve(
 )
 _softplus_from_output = define_curve(spec.SOFTPLUS_FROM_OUTPUT, _softplus, _softplus_gradient)
 # Stock keeps a buffer as well, on CPU.
-_logsigmoid = define_curve(spec.LOGSIGMOID, F.logsigmoid, lambda g, x: g * torch.sigmoid(-x))
+_logsigmoid = define_curve(
+    spec.LOGSIGMOID, F.logsigmoid, lambda g, x: _times(g, x, "neg", "sigmoid")
+)
 _logsigmoid_from_output = define_curve(
-    spec.LOGSIGMOID_FROM_OUTPUT, F.logsigmoid, lambda g, y: g * -torch.expm1(y)
+    spec.LOGSIGMOID_FROM_OUTPUT, F.logsigmoid, lambda g, y: _times(g, y, "expm1", "neg")
 )
 # Stock keeps what it has computed in between.
-_tanhshrink = define_curve(spec.TANHSHRINK, F.tanhshrink, lambda g, x: g * torch.tanh(x).square())
+_tanhshrink = define_curve(
+    spec.TANHSHRINK, F.tanhshrink, lambda g, x: _times(g, x, "tanh", "square")
+)
 _softsign = define_curve(spec.SOFTSIGN, F.softsign, lambda g, x: g / (x.abs() + 1).square())
 
 

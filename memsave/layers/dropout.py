@@ -99,7 +99,7 @@ def _bwd_rng(
 
 # Regenerating the mask draws every random number twice. Where both rows are timed, the row of bits
 # is the faster (`python -m experiments run dropout_rows`), so it is the default.
-_dropout = define(spec.DROPOUT, _primal, _bwd, _fwd, compiled=False)
+_dropout = define(spec.DROPOUT, _primal, _bwd, _fwd, compiled=False, shapes=("y",))
 _dropout_from_rng = define(spec.DROPOUT_FROM_RNG, _primal, _bwd_rng, _fwd_rng, compiled=False)
 
 
@@ -140,22 +140,26 @@ def _feature_primal(x: Tensor, *, p: float, inplace: bool = False) -> Tensor:
     return torch.feature_dropout_(x, p, True) if inplace else torch.feature_dropout(x, p, True)
 
 
+def _channels(x: Tensor) -> Tensor:
+    """One for each channel."""
+    return torch.ones((*x.shape[:2], *[1] * (x.ndim - 2)), dtype=x.dtype, device=x.device)
+
+
 def _feature_fwd(
     wrt: Mask, x: Tensor, *, p: float, inplace: bool = False
 ) -> tuple[Tensor, dict[str, Tensor]]:
     if x.ndim < 2:
         return _feature_primal(x, p=p, inplace=inplace), {}  # raises stock's error
-    noise = x.new_empty((*x.shape[:2], *[1] * (x.ndim - 2))).bernoulli_(1 - p)
-    bits = kernels.pack(noise.bool(), Like.of(noise))
-    noise.div_(1 - p)
+    noise = torch.feature_dropout(_channels(x), p, True)
+    bits = kernels.compare(noise, Like.of(noise), "above", 0.0, 0.0)
     return (x.mul_(noise) if inplace else x * noise), {"kept": bits}
 
 
 def _feature_bwd(
     g: Tensor, wrt: Mask, saved: Saved, shapes: Shapes, *, p: float, inplace: bool = False
 ) -> Grads:
-    channels = g.new_empty((*g.shape[:2], *[1] * (g.ndim - 2)))
-    noise = kernels.unpack(saved["kept"], Like.of(channels), _factor(p, g.dtype), g.dtype)
+    ones = _channels(g)
+    noise = kernels.scale(ones, saved["kept"], Like.of(ones), _factor(p, g.dtype), 0.0)
     return {"x": g * noise}
 
 

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import spec
-from ..function import define
+from ..function import define, stock_suffices
 from .module import drop_in
 
 _linear = define(spec.LINEAR, primal=F.linear)
@@ -29,4 +29,6 @@ class Linear(nn.Linear):
     """As :class:`torch.nn.Linear`."""
 
     def forward(self, input: Tensor) -> Tensor:
-        return linear(input, self.weight, self.bias)
+        weight, bias = self.weight, self.bias
+        function = F.linear if stock_suffices(input, weight, bias) else linear
+        return function(input, weight, bias)

@@ -27,7 +27,7 @@ from ..function import (
     Saved,
     Shapes,
     define,
-    is_plain_gradient,
+    is_final,
     is_traced,
     stock_suffices,
 )
@@ -100,7 +100,7 @@ def _at_once(
     shift: float = 0.0,
 ) -> Grads | None:
     """By a kernel, if there is one, of which no derivative is asked."""
-    if groups is not None or gs.keys() != {"y"} or wrt == {"bias"} or not _is_final(gs["y"]):
+    if gs.keys() != {"y"} or wrt == {"bias"} or not is_final(gs["y"]):
         return None
     from_output = kept == "y"
     rows = Rows(
@@ -113,16 +113,10 @@ def _at_once(
         shift,
         from_output,
         centered,
+        groups,
     )
     grads = kernels.norm(rows, wrt)
     return grads and {name: _like(grad, shapes, name) for name, grad in grads.items()}
-
-
-def _is_final(g: Tensor) -> bool:
-    """Whether the gradients are not to be differentiated."""
-    return (
-        not torch.compiler.is_compiling() and not torch.is_grad_enabled() and is_plain_gradient(g)
-    )
 
 
 def _formatted(grads: Grads, shapes: Shapes) -> Grads:
@@ -296,7 +290,7 @@ def _group_bwd(
 ) -> Grads:
     like = shapes["x"]
     assert like is not None
-    if gs.keys() == {"y"} and wrt != {"bias"} and _is_final(gs["y"]) and like.shape.numel():
+    if gs.keys() == {"y"} and wrt != {"bias"} and is_final(gs["y"]) and like.shape.numel():
         return _group_bwd_at_once(gs["y"], wrt, saved, shapes, num_groups)
     return _formatted(from_input(gs, wrt, saved, shapes, num_groups), shapes)
 
@@ -334,9 +328,11 @@ def _group_bwd_from_output(
 def _from_output_of_groups(
     gs: Gs, wrt: Mask, saved: Saved, shapes: Shapes, num_groups: int
 ) -> Grads:
+    if (fast := _at_once(gs, wrt, saved, shapes, num_groups, "y", True)) is not None:
+        return fast
     like = shapes["x"]
     assert like is not None
-    if gs.keys() == {"y"} and wrt != {"bias"} and _is_final(gs["y"]) and like.shape.numel():
+    if gs.keys() == {"y"} and wrt != {"bias"} and is_final(gs["y"]) and like.shape.numel():
         return _from_output_at_once(gs["y"], wrt, saved, shapes, num_groups)
     return _from_output(gs, wrt, saved, shapes, num_groups)
 
@@ -660,8 +656,9 @@ class LayerNorm(nn.LayerNorm):
     """As :class:`torch.nn.LayerNorm`. Keeps its input, or nothing for the bias alone."""
 
     def forward(self, input: Tensor) -> Tensor:
-        function = F.layer_norm if stock_suffices(input, self.weight) else layer_norm
-        return function(input, self.normalized_shape, self.weight, self.bias, self.eps)
+        weight = self.weight
+        function = F.layer_norm if stock_suffices(input, weight) else layer_norm
+        return function(input, self.normalized_shape, weight, self.bias, self.eps)
 
 
 @drop_in(spec.LAYER_NORM_FROM_OUTPUT)
@@ -671,9 +668,10 @@ class LayerNormFromOutput(nn.LayerNorm):
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        flat = _over_last(input, self.normalized_shape, self.weight, self.bias)
-        if flat is None or not _invertible(input, self.weight, self.bias):
-            return layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
+        weight, bias = self.weight, self.bias
+        flat = _over_last(input, self.normalized_shape, weight, bias)
+        if flat is None or not _invertible(input, weight, bias):
+            return layer_norm(input, self.normalized_shape, weight, bias, self.eps)
         return _shaped(_layer_norm_from_output(*flat, eps=self.eps), input)
 
 
@@ -692,9 +690,10 @@ class RMSNormFromOutput(nn.RMSNorm):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        flat = _over_last(x, self.normalized_shape, self.weight)
-        if flat is None or not _invertible(x, self.weight, None):
-            return rms_norm(x, self.normalized_shape, self.weight, self.eps)
+        weight = self.weight
+        flat = _over_last(x, self.normalized_shape, weight)
+        if flat is None or not _invertible(x, weight, None):
+            return rms_norm(x, self.normalized_shape, weight, self.eps)
         return _shaped(_rms_norm_from_output(*flat, eps=self.eps), x)
 
 
@@ -705,9 +704,10 @@ class GroupNorm(nn.GroupNorm):
     def forward(self, input: Tensor) -> Tensor:
         # Of another layout the stock op keeps a copy.
         as_it_is = input.is_contiguous() or _memory_format(input) is not None
-        stock = as_it_is and stock_suffices(input, self.weight)
+        weight = self.weight
+        stock = as_it_is and stock_suffices(input, weight)
         function = F.group_norm if stock else group_norm
-        return function(input, self.num_groups, self.weight, self.bias, self.eps)
+        return function(input, self.num_groups, weight, self.bias, self.eps)
 
 
 @drop_in(spec.GROUP_NORM_FROM_OUTPUT)
@@ -717,10 +717,11 @@ class GroupNormFromOutput(nn.GroupNorm):
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        if not _invertible(input, self.weight, self.bias):
-            return group_norm(input, self.num_groups, self.weight, self.bias, self.eps)
+        weight, bias = self.weight, self.bias
+        if not _invertible(input, weight, bias):
+            return group_norm(input, self.num_groups, weight, bias, self.eps)
         options = {"num_groups": self.num_groups, "eps": self.eps}
-        return _group_norm_from_output(input, self.weight, self.bias, **options)
+        return _group_norm_from_output(input, weight, bias, **options)
 
 
 def _apply_instance_norm(self: Any, input: Tensor) -> Tensor:

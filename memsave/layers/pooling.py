@@ -211,7 +211,7 @@ def _define(
 ) -> Callable[..., Any]:
     """``formats``: whether gradients of what is ``channels_last`` are so, too."""
     fwd, bwd = partial(_fwd, dims, primal, window_of), partial(_bwd, dims, window_of, formats)
-    return define(row, primal, bwd, fwd, compiled=compiled)
+    return define(row, primal, bwd, fwd, compiled=compiled, shapes=("x",))
 
 
 # torch.compile keeps int8 offsets by itself.

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from ..function import is_plain_gradient
 from ..kernels.memory import FORMATS
@@ -31,7 +32,7 @@ def remembered(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(function)
     def remember(*args: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if is_dynamo_compiling():
             return function(*args)
         try:
             return look_up(*args)
