@@ -62,7 +62,8 @@ class Rule(NamedTuple):
     primal: Callable[..., Any]
     bwd: Callable[..., Grads] | None
     fwd: Callable[..., tuple[Any, dict[str, Tensor]]]
-    stock_keeps: Callable[..., Sequence[str]] | None
+    stock_keeps: Callable[[Mask], Sequence[str]] | None
+    unless: Callable[..., bool] | None
     autocast: bool | torch.dtype
     compiled: bool
     smooth: bool
@@ -88,7 +89,8 @@ def define(
     bwd: Callable[..., Grads] | None = None,
     fwd: Callable[..., tuple[Any, dict[str, Tensor]]] | None = None,
     *,
-    stock_keeps: Callable[..., Sequence[str]] | None = None,
+    stock_keeps: Callable[[Mask], Sequence[str]] | None = None,
+    unless: Callable[..., bool] | None = None,
     autocast: bool | torch.dtype = False,
     compiled: bool = True,
     smooth: bool = False,
@@ -101,8 +103,9 @@ def define(
         primal: The stock op, called as ``primal(*args, **options)``.
         bwd: The gradients. ``None`` if stock already keeps what the row says for every mask.
         fwd: Forward with the row's extras. Default: ``primal``, for rows without extras.
-        stock_keeps: ``stock_keeps(wrt, **options)``: the residuals that the stock op keeps. Where
-            they are those of the row, the stock op runs.
+        stock_keeps: ``stock_keeps(wrt)``: the residuals that the stock op keeps. Where they are
+            those of the row, the stock op runs.
+        unless: ``unless(**options)``: whether with these options it keeps something else.
         autocast: Whether torch's autocast casts this op's arguments to the lower precision; or
             the dtype that it casts them to on accelerators (on CPU it leaves such ops alone).
         compiled: Whether ``torch.compile`` traces the rule. ``False`` where it makes the saving
@@ -119,13 +122,14 @@ def define(
     if row.name in RULES:
         raise ValueError(f"row {row.name!r} has a rule already")
     if bwd is None:
-        stock_keeps = stock_keeps or (lambda wrt, **_: row.saves(wrt))
+        stock_keeps = stock_keeps or row.saves
     rule = Rule(
         row,
         primal,
         bwd,
         fwd or (lambda wrt, *args, **options: (primal(*args, **options), {})),
         stock_keeps,
+        unless,
         autocast,
         compiled,
         smooth,
@@ -139,13 +143,13 @@ def differentiable(rule: Rule) -> Callable[..., Any]:
     """The differentiable function of a rule (see :func:`define`)."""
     # What follows runs at every call of a layer, mostly with cold caches, where it is the number
     # of Python functions that costs: so it calls few, and looks up at definition what it can.
-    row, primal, stock_keeps, autocast = rule.row, rule.primal, rule.stock_keeps, rule.autocast
+    row, primal, unless, autocast = rule.row, rule.primal, rule.unless, rule.autocast
     smooth, function = rule.smooth, _function(rule)
     # Not the row's own mappings, which torch.compile cannot trace in every version.
     names = tuple(row.args)
     wantable = tuple(place for place, name in enumerate(names) if name in row.reads)
     plans = {
-        places: Plan.of(row, frozenset(names[place] for place in places))
+        places: Plan.of(rule, frozenset(names[place] for place in places))
         for count in range(1, len(wantable) + 1)
         for places in combinations(wantable, count)
     }
@@ -168,12 +172,16 @@ def differentiable(rule: Rule) -> Callable[..., Any]:
         if not wanted or stock_only(rule, args, options):
             return primal(*args, **options)
         plan = plans[wanted]
-        if stock_keeps is not None and tuple(stock_keeps(plan.wrt, **options)) == plan.saves:
+        if plan.is_stock and not (unless is not None and unless(**options)):
             y = primal(*args, **options)
             if _observer is not None:
                 arrays = {**dict(zip(names, args, strict=True)), "y": _first(y)}
                 _observer(Call(row, plan.wrt, arrays, options))
-        elif autocast and (dtype := _autocast_dtype(rule, args)) is not None:
+        elif (
+            autocast
+            and (compiling or _is_any_autocast_enabled())
+            and (dtype := _autocast_dtype(rule, args)) is not None
+        ):
             device = args[0].device.type
             cast = _autocast(args, dtype)
             with torch.autocast(device, enabled=False):
@@ -194,18 +202,22 @@ class Plan(NamedTuple):
         saves: Names of what is kept.
         grads: Of each argument its name, or ``None`` if its gradient is not wanted.
         residuals: What is kept, by name, for ``bwd``.
+        is_stock: Whether the stock op keeps the same (unless the options say otherwise).
     """
 
     wrt: Mask
     saves: tuple[str, ...]
     grads: tuple[str | None, ...]
     residuals: type[Residuals]
+    is_stock: bool
 
     @classmethod
-    def of(cls, row: Layer, wrt: Mask) -> Plan:
+    def of(cls, rule: Rule, wrt: Mask) -> Plan:
         """The plan of a mask."""
+        row, saves = rule.row, rule.row.saves(wrt)
+        is_stock = rule.stock_keeps is not None and tuple(rule.stock_keeps(wrt)) == saves
         grads = tuple(name if name in wrt else None for name in row.args)
-        return cls(wrt, row.saves(wrt), grads, Residuals.of(row, wrt))
+        return cls(wrt, saves, grads, Residuals.of(row, wrt), is_stock)
 
 
 def _function(rule: Rule) -> type[Function]:
@@ -256,8 +268,9 @@ def _function(rule: Rule) -> type[Function]:
         assert bwd is not None
         g: Any = _with_extras(ctx, gs) if smooth else given
         named = zip(plan.saves, ctx.saved_tensors, strict=True)
-        saved = dict(named) if is_dynamo_compiling() else plan.residuals(named)
-        if _is_any_autocast_enabled() and amp_enabled(given.device.type):
+        compiling = is_dynamo_compiling()
+        saved = dict(named) if compiling else plan.residuals(named)
+        if (compiling or _is_any_autocast_enabled()) and amp_enabled(given.device.type):
             # The caller may run backward under autocast; gradients have the dtypes of forward.
             with torch.autocast(given.device.type, enabled=False):
                 grads = bwd(g, plan.wrt, saved, ctx.shapes, **ctx.options)

@@ -134,7 +134,7 @@ OF_INTEGERS(int64_t)
    of channels that have several places each. */
 
 typedef struct {
-    const void *g, *kept, *mean, *rstd, *weight, *bias; /* mean, weight, bias: or NULL */
+    const void *g, *kept, *mean, *rstd, *weight, *bias, *inverse; /* or NULL, the last five */
     void *dx, *dweight, *dbias;                         /* or NULL; a row for each thread */
     size features;       /* or channels of a group */
     size groups, places; /* or 1 */
@@ -160,7 +160,7 @@ static inline uint16_t to_bfloat16(float value) {
         const Norm *norm = work;                                                        \
         const size n = norm->features;                                                  \
         const T *weight = norm->weight, *bias = norm->bias, *mean = norm->mean;         \
-        const T *rstd = norm->rstd, shift = (T)norm->shift;                             \
+        const T *inverse = norm->inverse, *rstd = norm->rstd, shift = (T)norm->shift;   \
         T *dweight = norm->dweight, *dbias = norm->dbias;                               \
         if (dweight) dweight += thread * n;                                             \
         if (dbias) dbias += thread * n;                                                 \
@@ -172,6 +172,17 @@ static inline uint16_t to_bfloat16(float value) {
             for (size first = 0; first < n; first += BLOCK_OF_ROW) {                    \
                 const size count = n - first < BLOCK_OF_ROW ? n - first : BLOCK_OF_ROW; \
                 NORMALIZE(T, LOAD)                                                      \
+                if (dweight && dbias && norm->dx) {                                     \
+                    SUMMED(along, total) for (size k = 0; k < count; k++) {             \
+                        const T in = LOAD(g[first + k]), both = in * normalized[k];     \
+                        const T factor = weight ? weight[first + k] + shift : 1;        \
+                        dweight[first + k] += both;                                     \
+                        dbias[first + k] += in;                                         \
+                        along += both * factor;                                         \
+                        total += in * factor;                                           \
+                    }                                                                   \
+                    continue;                                                           \
+                }                                                                       \
                 if (dweight) EACH for (size k = 0; k < count; k++)                      \
                     dweight[first + k] += LOAD(g[first + k]) * normalized[k];           \
                 if (dbias) EACH for (size k = 0; k < count; k++)                        \
@@ -209,8 +220,8 @@ static inline uint16_t to_bfloat16(float value) {
                 normalized[k] = LOAD(kept[first + k]) - bias[first + k];                \
         else                                                                            \
             EACH for (size k = 0; k < count; k++) normalized[k] = LOAD(kept[first + k]);\
-        if (norm->from_y && weight)                                                     \
-            EACH for (size k = 0; k < count; k++) normalized[k] /= weight[first + k];   \
+        if (inverse)                                                                    \
+            EACH for (size k = 0; k < count; k++) normalized[k] *= inverse[first + k];  \
     }
 #if defined(__GNUC__) /* with -fopenmp-simd */
 #define PRAGMA(TEXT) _Pragma(#TEXT)
@@ -474,11 +485,12 @@ static PyObject *run(PyObject *module, PyObject *args) {
 }
 
 static PyObject *norm(PyObject *module, PyObject *args) {
-    size loop, rows, threads, g, kept, mean, rstd, weight, bias, dx, dweight, dbias;
+    size loop, rows, threads, g, kept, mean, rstd, weight, bias, inverse, dx, dweight, dbias;
     Norm norm;
-    if (!PyArg_ParseTuple(args, "nn(nnn)nnnnnnnnnndpp:norm", &loop, &rows, &norm.features,
+    if (!PyArg_ParseTuple(args, "nn(nnn)nnnnnnnnnnndpp:norm", &loop, &rows, &norm.features,
                           &norm.groups, &norm.places, &threads, &g, &kept, &mean, &rstd, &weight,
-                          &bias, &dx, &dweight, &dbias, &norm.shift, &norm.from_y, &norm.centered))
+                          &bias, &inverse, &dx, &dweight, &dbias, &norm.shift, &norm.from_y,
+                          &norm.centered))
         return NULL;
     if (loop < 0 || loop >= COUNT(NORMS)) {
         PyErr_SetString(PyExc_IndexError, "no such loop");
@@ -487,6 +499,7 @@ static PyObject *norm(PyObject *module, PyObject *args) {
     norm.g = (const void *)g, norm.kept = (const void *)kept;
     norm.mean = (const void *)mean, norm.rstd = (const void *)rstd;
     norm.weight = (const void *)weight, norm.bias = (const void *)bias;
+    norm.inverse = (const void *)inverse;
     norm.dx = (void *)dx, norm.dweight = (void *)dweight, norm.dbias = (void *)dbias;
     in_threads((Task){NORMS[loop].loop, &norm, rows, 1}, threads,
                rows * norm.features * norm.places);
@@ -522,8 +535,9 @@ static PyObject *pool(PyObject *module, PyObject *args) {
 static PyMethodDef methods[] = {
     {"run", run, METH_VARARGS, "run(loop, elements, threads, x, y, bits, a, b), where x, y and bits are addresses"},
     {"norm", norm, METH_VARARGS,
-     "norm(loop, rows, (features, groups, places), threads, g, kept, mean, rstd, weight, bias, dx, "
-     "dweight, dbias, shift, from_y, centered), where arrays are addresses, or 0"},
+     "norm(loop, rows, (features, groups, places), threads, g, kept, mean, rstd, weight, bias, "
+     "inverse, dx, dweight, dbias, shift, from_y, centered), where arrays are addresses, or 0; "
+     "inverse is that of the weight, for rows from y"},
     {"pool", pool, METH_VARARGS,
      "pool(backwards, is_double, planes, channels, threads, x, y, offsets, in, out, kernel, stride, "
      "padding, dilation), where arrays are addresses, and sizes have three values"},

@@ -143,6 +143,9 @@ def norm(rows: Rows, wrt: frozenset[str]) -> dict[str, Tensor] | None:
     ]
     # Parameters have the dtype of rows.
     vectors = [v.to(dtype) if v is not None and v.dtype == g.dtype else v for v in vectors]
+    weight = vectors[2]
+    divides = rows.from_output and rows.groups is None and weight is not None
+    vectors.append(weight.reciprocal() if divides else None)  # type: ignore[union-attr]
     given = [vector for vector in vectors if vector is not None]
     if any(vector.dtype != dtype for vector in given):
         return None

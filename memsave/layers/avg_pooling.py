@@ -69,10 +69,10 @@ def _adaptive_bwd(
     return {"x": dx.squeeze(-2) if dims == 1 else in_format(dx, shapes["x"])}
 
 
-def _adaptive_stock_keeps(wrt: Mask, *, output_size: Any) -> tuple[str, ...]:
-    # To one element per channel, torch takes the mean.
+def _stock_keeps_x(*, output_size: Any) -> bool:
+    """But to one element per channel, where torch takes the mean."""
     sizes = output_size if isinstance(output_size, list | tuple) else [output_size]
-    return () if all(size == 1 for size in sizes) else ("x",)
+    return not all(size == 1 for size in sizes)
 
 
 _avg_pool1d, _avg_pool2d, _avg_pool3d = (
@@ -80,7 +80,13 @@ _avg_pool1d, _avg_pool2d, _avg_pool3d = (
     for dims, row in ((1, spec.AVG_POOL1D), (2, spec.AVG_POOL2D), (3, spec.AVG_POOL3D))
 )
 _adaptive_avg_pool1d, _adaptive_avg_pool2d, _adaptive_avg_pool3d = (
-    define(row, ADAPTIVE[dims], partial(_adaptive_bwd, dims), stock_keeps=_adaptive_stock_keeps)
+    define(
+        row,
+        ADAPTIVE[dims],
+        partial(_adaptive_bwd, dims),
+        stock_keeps=lambda wrt: (),
+        unless=_stock_keeps_x,
+    )
     for dims, row in (
         (1, spec.ADAPTIVE_AVG_POOL1D),
         (2, spec.ADAPTIVE_AVG_POOL2D),

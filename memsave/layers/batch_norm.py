@@ -121,16 +121,12 @@ def _cast(grads: dict[str, Tensor | None], wrt: Mask, shapes: Shapes) -> Grads:
     return {name: grads[name].to(shapes[name].dtype) for name in wrt}  # type: ignore[union-attr]
 
 
-def _stock_keeps_eval(wrt: Mask, **_: Any) -> tuple[str, ...]:
-    return ("x", "running_mean", "running_var", "weight")
-
-
 # torch.compile decomposes stock batch_norm, and then keeps no more than these rows.
 _batch_norm_eval = define(
     spec.BATCH_NORM_EVAL,
     _primal_eval,
     _bwd_eval,
-    stock_keeps=_stock_keeps_eval,
+    stock_keeps=lambda wrt: ("x", "running_mean", "running_var", "weight"),
     compiled=False,
     shapes=("x", "weight", "bias"),
 )

@@ -196,16 +196,13 @@ def _conv_transpose_bwd(
     return grads
 
 
-def _conv_stock_keeps(
-    wrt: Mask, *, padding: Ints | str = 0, padding_mode: str = "zeros", **_: Any
-) -> tuple[str, ...]:
-    if padding_mode != "zeros" or padding == "same":
-        return ("a padded copy of x", "weight")
+def _stock_keeps(wrt: Mask) -> tuple[str, ...]:
     return ("x", "weight")
 
 
-def _conv_transpose_stock_keeps(wrt: Mask, **_: Any) -> tuple[str, ...]:
-    return ("x", "weight")
+def _stock_pads(*, padding: Ints | str = 0, padding_mode: str = "zeros", **_: Any) -> bool:
+    """Whether the stock layer keeps a padded copy of ``x`` (or may)."""
+    return padding_mode != "zeros" or padding == "same"
 
 
 def _conv_primal(dims: int) -> Callable[..., Tensor]:
@@ -237,7 +234,8 @@ _conv1d, _conv2d, _conv3d = (
         row,
         _conv_primal(dims),
         _conv_bwd,
-        stock_keeps=_conv_stock_keeps,
+        stock_keeps=_stock_keeps,
+        unless=_stock_pads,
         autocast=True,
         shapes=("x", "weight"),
     )
@@ -248,7 +246,7 @@ _conv_transpose1d, _conv_transpose2d, _conv_transpose3d = (
         row,
         CONV_TRANSPOSE[dims],
         _conv_transpose_bwd,
-        stock_keeps=_conv_transpose_stock_keeps,
+        stock_keeps=_stock_keeps,
         autocast=True,
         shapes=("x", "weight"),
     )
@@ -330,10 +328,10 @@ def _forward(
     layer: Callable[..., Tensor], module: Any, x: Tensor, weight: Tensor, bias: Tensor | None
 ) -> Tensor:
     padding, mode = module.padding, module.padding_mode
-    # (Other padding makes a copy, which stock keeps.)
-    if weight.requires_grad and mode == "zeros" and padding != "same" and _stock_suffices(weight):
-        stock = CONV[weight.ndim - 2]
-        return stock(x, weight, bias, module.stride, padding, module.dilation, module.groups)
+    stock = weight.requires_grad and not _stock_pads(padding=padding, padding_mode=mode)
+    if stock and _stock_suffices(weight):
+        options = (module.stride, padding, module.dilation, module.groups)
+        return CONV[weight.ndim - 2](x, weight, bias, *options)
     return layer(
         x,
         weight,

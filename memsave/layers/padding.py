@@ -30,11 +30,11 @@ def _bwd(
     return {"x": in_format(dx, shapes["x"])}
 
 
-def _stock_keeps(wrt: Mask, *, pad: Sequence[int], mode: str) -> tuple[str, ...]:
-    return () if mode == "circular" else ("x",)
+def _stock_keeps_x(*, pad: Sequence[int], mode: str) -> bool:
+    return mode != "circular"
 
 
-_pad = define(spec.PAD, _primal, _bwd, stock_keeps=_stock_keeps)
+_pad = define(spec.PAD, _primal, _bwd, stock_keeps=lambda wrt: (), unless=_stock_keeps_x)
 
 
 def pad(
