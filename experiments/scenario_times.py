@@ -83,7 +83,10 @@ def cases(config: Config) -> Iterator[Case]:
             step = model.step(1)
         wanted = [scenario for scenario in config.scenarios if paper.apply(scenario, step)]
         for batch, scenario, what in product(batches, wanted, (*VARIANTS, "time")):
-            yield Case(name, scenario, what, batch, config.layers, size, config.repeats)
+            # Short steps vary more.
+            short = name in config.small_models and batch != config.larger_batch
+            repeats = 4 * config.repeats if short else config.repeats
+            yield Case(name, scenario, what, batch, config.layers, size, repeats)
 
 
 @dataclass
