@@ -22,7 +22,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memsave import kernels
+from memsave import functional, kernels
 from memsave.kernels import pack, reference, unpack
 from memsave.kernels.reference import Like, Rows, Windows
 from memsave.layers import norm as norms
@@ -208,7 +208,7 @@ import sys, torch
 for name in ("native", "cuda"):
     sys.modules["memsave.kernels." + name] = None
 import memsave.nn
-from memsave import kernels
+from memsave import functional, kernels
 
 assert not kernels.IMPLEMENTATIONS
 x = torch.randn(2, 3, 8, 8, requires_grad=True)
@@ -224,7 +224,7 @@ def test_kernels_of_other_devices_leave_the_cpu_alone() -> None:
     """And Triton is not imported for it."""
     code = """
 import sys, torch
-from memsave import kernels
+from memsave import functional, kernels
 from memsave.kernels import cuda, reference
 
 x = torch.randn(100)
@@ -487,6 +487,37 @@ def test_max_pool(native: Any, case: Pooling) -> None:
     g = torch.randn(y.shape, dtype=y.dtype, generator=torch.Generator().manual_seed(1))
     expected.backward(g)
     assert same(native.unpool(g, offsets, windows, Like.of(x)), x.grad)
+
+
+@pytest.mark.parametrize("dims", [1, 2, 3])
+@pytest.mark.parametrize("outputs", [1, 2, 3])
+@pytest.mark.parametrize("last", [False, True])
+def test_adaptive_max_pooling_of_windows_that_are_alike(
+    native: Any, monkeypatch: pytest.MonkeyPatch, dims: int, outputs: int, last: bool
+) -> None:
+    """It is max pooling then; stock's for three axes does not keep the channels last."""
+    x = torch.randn(2, 3, *[4] * dims, generator=torch.Generator().manual_seed(0))
+    if last and dims > 1:
+        x = x.to(memory_format=LAST[dims])
+    found = []
+
+    def max_pool(*args: Any) -> Any:
+        found.append(native.max_pool(*args))
+        return found[-1]
+
+    monkeypatch.setattr(kernels, "max_pool", max_pool)
+    results = []
+    for package in (F, functional):
+        x = x.detach().requires_grad_()
+        y = getattr(package, f"adaptive_max_pool{dims}d")(x, outputs)
+        y.square().sum().backward()
+        assert x.grad is not None
+        results.append((y.detach(), x.grad))
+    for stock, ours in zip(*results, strict=True):
+        assert ours.equal(stock)
+        assert ours.stride() == stock.stride()
+    assert bool(found) == (outputs < 3 and not (last and dims == 3))
+    assert None not in found
 
 
 def test_offsets_of_another_call_write_nowhere_else(native: Any) -> None:

@@ -302,59 +302,81 @@ static inline size steps(size start, size place, size step) {
         which[k] = better ? offset : which[k];                                          \
     }
 
-/* Forwards, for some rows of outputs. */
+/* Forwards, for some rows of outputs: short ones several at a time. */
 #define MAX_POOL(NAME)                                                                  \
     LOOP void NAME(const void *work, size start, size end, size thread) {               \
         const Pool *pool = work;                                                        \
         const size *in = pool->in, *out = pool->out, *kernel = pool->kernel;            \
-        const size *dilation = pool->dilation, channels = pool->channels;               \
+        const size *stride = pool->stride, *dilation = pool->dilation;                  \
+        const size channels = pool->channels;                                           \
         const int last = channels > 1;                                                  \
-        const size step = last ? 1 : pool->stride[2], lane = last ? channels : out[2];  \
+        const size step = last ? 1 : stride[2], lane = last ? channels : out[2];        \
         size first_output[LARGEST_WINDOW], end_of_outputs[LARGEST_WINDOW];              \
         for (size k = 0; k < kernel[2]; k++) {                                          \
             const size at = k * dilation[2] - pool->padding[2];                         \
-            first_output[k] = steps(at, 0, pool->stride[2]);                            \
-            end_of_outputs[k] = steps(at, in[2], pool->stride[2]);                      \
+            first_output[k] = steps(at, 0, stride[2]);                                  \
+            end_of_outputs[k] = steps(at, in[2], stride[2]);                            \
         }                                                                               \
         (void)thread;                                                                   \
-        for (size row = start; row < end; row++) {                                      \
-            const size at0 = row / out[1] % out[0] * pool->stride[0] - pool->padding[0]; \
-            const size at1 = row % out[1] * pool->stride[1] - pool->padding[1];         \
-            const size skip0 = steps(at0, 0, dilation[0]), skip1 = steps(at1, 0, dilation[1]); \
+        for (size row = start, rows; row < end; row += rows) {                          \
+            const size at0 = row / out[1] % out[0] * stride[0] - pool->padding[0];      \
+            const size at1 = row % out[1] * stride[1] - pool->padding[1];               \
+            const size skip0 = steps(at0, 0, dilation[0]);                              \
             const T *plane = (const T *)pool->x +                                       \
                              row / (out[0] * out[1]) * in[0] * in[1] * in[2] * channels; \
             T *y = (T *)pool->y + row * out[2] * channels;                              \
             uint8_t *offsets = pool->offsets + row * out[2] * channels;                 \
+            rows = last || 2 * lane > BLOCK_OF_POOL ? 1 : BLOCK_OF_POOL / lane;         \
+            rows = at_most(rows, at_most(out[1] - row % out[1], end - row));            \
             for (size done = 0, count; done < out[2] * channels; done += count) {       \
                 const size begin = done % lane, output = last ? done / lane : begin;    \
-                const size at2 = output * pool->stride[2] - pool->padding[2];           \
+                const size at2 = output * stride[2] - pool->padding[2];                 \
                 T best[BLOCK_OF_POOL];                                                  \
                 int32_t which[BLOCK_OF_POOL];                                           \
                 count = at_most(BLOCK_OF_POOL, lane - begin);                           \
-                for (size k = 0; k < count; k++) {                                      \
-                    const size skip2 = steps(last ? at2 : at2 + k * step, 0, dilation[2]); \
-                    best[k] = (T)-INFINITY;                                             \
-                    which[k] = (int32_t)((skip0 * kernel[1] + skip1) * kernel[2] + skip2); \
+                for (size r = 0; r < rows; r++) {                                       \
+                    const size skip1 = steps(at1 + r * stride[1], 0, dilation[1]);      \
+                    for (size k = 0; k < count; k++) {                                  \
+                        const size skip2 = steps(last ? at2 : at2 + k * step, 0, dilation[2]); \
+                        best[r * count + k] = (T)-INFINITY;                            \
+                        which[r * count + k] =                                         \
+                            (int32_t)((skip0 * kernel[1] + skip1) * kernel[2] + skip2); \
+                    }                                                                   \
                 }                                                                       \
                 for (size k0 = skip0; k0 < kernel[0] && at0 + k0 * dilation[0] < in[0]; k0++) \
-                    for (size k1 = skip1; k1 < kernel[1] && at1 + k1 * dilation[1] < in[1]; k1++) \
+                    for (size k1 = 0; k1 < kernel[1]; k1++) {                           \
+                        const size line1 = at1 + k1 * dilation[1];                      \
+                        const size first_row = steps(line1, 0, stride[1]);              \
+                        const size end_of_rows = at_most(steps(line1, in[1], stride[1]), rows); \
                         for (size k2 = 0; k2 < kernel[2]; k2++) {                       \
                             const int32_t offset = (int32_t)((k0 * kernel[1] + k1) * kernel[2] + k2); \
-                            const size line = (at0 + k0 * dilation[0]) * in[1] + at1 + k1 * dilation[1]; \
-                            const size place = line * in[2] + at2 + k2 * dilation[2];   \
-                            const T *x = plane + place * channels + (last ? begin : 0); \
                             size from = first_output[k2] - output, to = end_of_outputs[k2] - output; \
                             if (last) {                                                 \
                                 if (from > 0 || to <= 0) continue;                      \
                                 from = 0, to = count;                                   \
                             }                                                           \
                             from = from < 0 ? 0 : from, to = at_most(to, count);        \
-                            if (step == 1) BETTER(1)                                    \
-                            else if (step == 2) BETTER(2)                               \
-                            else BETTER(step)                                           \
+                            const size line0 = (at0 + k0 * dilation[0]) * in[1] + line1; \
+                            const T *x = plane + (line0 * in[2] + at2 + k2 * dilation[2]) * channels + \
+                                         (last ? begin : 0);                            \
+                            if (rows == 1) {                                            \
+                                if (first_row >= end_of_rows) continue;                 \
+                                if (step == 1) BETTER(1)                                \
+                                else if (step == 2) BETTER(2)                           \
+                                else BETTER(step)                                       \
+                                continue;                                               \
+                            }                                                           \
+                            T gathered[BLOCK_OF_POOL];                                  \
+                            for (size k = 0; k < rows * count; k++) gathered[k] = (T)-INFINITY; \
+                            for (size r = first_row; r < end_of_rows; r++)              \
+                                for (size k = from; k < to; k++)                        \
+                                    gathered[r * count + k] = x[r * stride[1] * in[2] + k * step]; \
+                            x = gathered, from = 0, to = rows * count;                  \
+                            BETTER(1)                                                   \
                         }                                                               \
-                for (size k = 0; k < count; k++) y[done + k] = best[k];                 \
-                for (size k = 0; k < count; k++) offsets[done + k] = (uint8_t)which[k]; \
+                    }                                                                   \
+                for (size k = 0; k < rows * count; k++) y[done + k] = best[k];         \
+                for (size k = 0; k < rows * count; k++) offsets[done + k] = (uint8_t)which[k]; \
             }                                                                           \
         }                                                                               \
     }

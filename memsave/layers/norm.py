@@ -432,6 +432,8 @@ def _instance_bwd(
         return {n: g.new_zeros(w.shape, dtype=w.dtype) for n, w in wanted.items() if w is not None}
     if wrt == {"bias"}:
         return {"bias": _like(_grouped(g, g.shape[1]).sum((0, 3)), shapes, "bias")}
+    if (fast := _at_once({"y": g}, wrt, saved, shapes, g.shape[1], "x", True)) is not None:
+        return fast
     weight = weight_or_ones(saved["weight"] if "x" in wrt else None, g, shapes)
     mean, rstd = saved["mean"].flatten(), saved["rstd"].flatten()
     mask = ["x" in wrt, "weight" in wrt, "bias" in wrt]

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 
 from .. import kernels, spec
 from ..function import Grads, Mask, Saved, Shapes, define, is_plain_gradient
@@ -85,12 +86,13 @@ def _fwd(
     dims: int,
     primal: Callable[..., Any],
     window_of: Callable[..., Window],
+    formats: bool,
     wrt: Mask,
     x: Tensor,
     **options: Any,
 ) -> tuple[Any, dict[str, Tensor]]:
     windows = _windows(x.shape[-dims:], **options) if dims < x.ndim < dims + 3 else None
-    if windows and not options["return_indices"]:
+    if windows and not options["return_indices"] and (formats or x.is_contiguous()):
         fast = kernels.max_pool(x, windows)
         if fast is not None:
             return fast[0], {"offsets": fast[1]}
@@ -145,10 +147,22 @@ def _windows(
     padding: Ints = 0,
     dilation: Ints = 1,
     ceil_mode: bool = False,
+    output_size: Any = None,
     **_: Any,
 ) -> Windows | None:
-    """The windows as kernels know them: not of adaptive pooling, nor of what stock may refuse."""
+    """The windows as kernels know them: of adaptive pooling if all are alike, and of nothing that
+    stock may refuse.
+    """
     dims = len(inputs)
+    if is_dynamo_compiling():  # which traces the reference
+        return None
+    if output_size is not None:
+        outputs = per_axis(output_size, dims)
+        if len(outputs) != dims or not all(type(count) is int and count > 0 for count in outputs):
+            return None
+        if any(size % count for size, count in zip(inputs, outputs, strict=True)):
+            return None
+        kernel_size = [size // count for size, count in zip(inputs, outputs, strict=True)]
     options = (kernel_size, stride or kernel_size, padding, dilation)
     if not all(isinstance(option, int | tuple | list) for option in options):
         return None
@@ -210,7 +224,8 @@ def _define(
     compiled: bool = True,
 ) -> Callable[..., Any]:
     """``formats``: whether gradients of what is ``channels_last`` are so, too."""
-    fwd, bwd = partial(_fwd, dims, primal, window_of), partial(_bwd, dims, window_of, formats)
+    fwd = partial(_fwd, dims, primal, window_of, formats)
+    bwd = partial(_bwd, dims, window_of, formats)
     return define(row, primal, bwd, fwd, compiled=compiled, shapes=("x",))
 
 
