@@ -102,17 +102,17 @@ static inline void spread(const uint8_t *byte, uint8_t *flags) {
 
 #define OF_FLOATS(T)                                                                \
     TO_BITS(relu_##T, T, flag = !(v <= 0); y[j] = v < 0 ? 0 : v)                    \
-    TO_BITS(leaky_relu_##T, T, flag = v > 0; y[j] = v > 0 ? v : v * a)                 \
-    TO_BITS(hardtanh_##T, T, flag = !(v <= a) & !(v >= b); const T w = v < a ? a : v;  \
-            y[j] = w > b ? b : w)                                                      \
-    TO_BITS(threshold_##T, T, flag = !(v <= a); y[j] = v <= a ? b : v)                 \
+    TO_BITS(leaky_relu_##T, T, flag = v > 0; y[j] = v > 0 ? v : v * a)                  \
+    TO_BITS(hardtanh_##T, T, flag = !(v <= a) & !(v >= b); const T w = v < a ? a : v;   \
+            y[j] = w > b ? b : w)                                                       \
+    TO_BITS(threshold_##T, T, flag = !(v <= a); y[j] = v <= a ? b : v)                  \
     TO_BITS(hardshrink_##T, T, flag = !((v >= a) & (v <= b)); y[j] = (v >= a) & (v <= b) ? 0 : v) \
-    TO_BITS(hardsigmoid_##T, T, flag = (v > a) & (v < b); const T w = v - a;           \
-            y[j] = (w < 0 ? 0 : w > b - a ? b - a : w) / (b - a))                      \
+    TO_BITS(hardsigmoid_##T, T, flag = (v > a) & (v < b); const T w = v - a;            \
+            y[j] = (w < 0 ? 0 : w > b - a ? b - a : w) / (b - a))                       \
     TO_BITS(above_##T, T, flag = v > a)                                             \
-    TO_BITS(within_##T, T, flag = (v > a) & (v < b))                                   \
-    TO_BITS(not_outside_##T, T, flag = !((v <= a) | (v >= b)))                         \
-    TO_BITS(not_inside_##T, T, flag = !((v >= a) & (v <= b)))                          \
+    TO_BITS(within_##T, T, flag = (v > a) & (v < b))                                    \
+    TO_BITS(not_outside_##T, T, flag = !((v <= a) | (v >= b)))                          \
+    TO_BITS(not_inside_##T, T, flag = !((v >= a) & (v <= b)))                           \
     FROM_BITS(scale_##T, T, v * (flag ? a : b))
 OF_FLOATS(float)
 OF_FLOATS(double)
@@ -338,8 +338,8 @@ static inline size steps(size start, size place, size step) {
                     const size skip1 = steps(at1 + r * stride[1], 0, dilation[1]);      \
                     for (size k = 0; k < count; k++) {                                  \
                         const size skip2 = steps(last ? at2 : at2 + k * step, 0, dilation[2]); \
-                        best[r * count + k] = (T)-INFINITY;                            \
-                        which[r * count + k] =                                         \
+                        best[r * count + k] = (T)-INFINITY;                             \
+                        which[r * count + k] =                                          \
                             (int32_t)((skip0 * kernel[1] + skip1) * kernel[2] + skip2); \
                     }                                                                   \
                 }                                                                       \
@@ -375,7 +375,7 @@ static inline size steps(size start, size place, size step) {
                             BETTER(1)                                                   \
                         }                                                               \
                     }                                                                   \
-                for (size k = 0; k < rows * count; k++) y[done + k] = best[k];         \
+                for (size k = 0; k < rows * count; k++) y[done + k] = best[k];          \
                 for (size k = 0; k < rows * count; k++) offsets[done + k] = (uint8_t)which[k]; \
             }                                                                           \
         }                                                                               \
