@@ -218,7 +218,9 @@ class Residuals(dict[str, Any]):
 
     @classmethod
     def of(cls, row: Layer, wrt: frozenset[str]) -> type[Residuals]:
-        """The class of those of a mask: made once, as a call of it runs no Python."""
+        """The class of those of a mask. (Made once, it takes what was saved without a call of
+        Python.)
+        """
         return type(cls.__name__, (cls,), {"row": row, "wrt": wrt})
 
     def __missing__(self, name: str) -> Any:

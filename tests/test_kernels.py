@@ -208,7 +208,7 @@ import sys, torch
 for name in ("native", "cuda"):
     sys.modules["memsave.kernels." + name] = None
 import memsave.nn
-from memsave import functional, kernels
+from memsave import kernels
 
 assert not kernels.IMPLEMENTATIONS
 x = torch.randn(2, 3, 8, 8, requires_grad=True)
@@ -224,7 +224,7 @@ def test_kernels_of_other_devices_leave_the_cpu_alone() -> None:
     """And Triton is not imported for it."""
     code = """
 import sys, torch
-from memsave import functional, kernels
+from memsave import kernels
 from memsave.kernels import cuda, reference
 
 x = torch.randn(100)

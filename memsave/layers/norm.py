@@ -100,7 +100,7 @@ def _at_once(
     shift: float = 0.0,
 ) -> Grads | None:
     """By a kernel, if there is one, of which no derivative is asked."""
-    if gs.keys() != {"y"} or wrt == {"bias"} or not is_final(gs["y"]):
+    if not _in_one_pass(gs, wrt):
         return None
     from_output = kept == "y"
     rows = Rows(
@@ -117,6 +117,13 @@ def _at_once(
     )
     grads = kernels.norm(rows, wrt)
     return grads and {name: _like(grad, shapes, name) for name, grad in grads.items()}
+
+
+def _in_one_pass(gs: Gs, wrt: Mask) -> bool:
+    """Whether one kernel may make all gradients: no derivative of them is asked, and they are not
+    a mere sum.
+    """
+    return gs.keys() == {"y"} and wrt != {"bias"} and is_final(gs["y"])
 
 
 def _formatted(grads: Grads, shapes: Shapes) -> Grads:
@@ -290,7 +297,7 @@ def _group_bwd(
 ) -> Grads:
     like = shapes["x"]
     assert like is not None
-    if gs.keys() == {"y"} and wrt != {"bias"} and is_final(gs["y"]) and like.shape.numel():
+    if _in_one_pass(gs, wrt) and like.shape.numel():
         return _group_bwd_at_once(gs["y"], wrt, saved, shapes, num_groups)
     return _formatted(from_input(gs, wrt, saved, shapes, num_groups), shapes)
 
@@ -332,7 +339,7 @@ def _from_output_of_groups(
         return fast
     like = shapes["x"]
     assert like is not None
-    if gs.keys() == {"y"} and wrt != {"bias"} and is_final(gs["y"]) and like.shape.numel():
+    if _in_one_pass(gs, wrt) and like.shape.numel():
         return _from_output_at_once(gs["y"], wrt, saved, shapes, num_groups)
     return _from_output(gs, wrt, saved, shapes, num_groups)
 
