@@ -4,7 +4,8 @@ A step is one program, which XLA may fuse over both passes; "apart" it is two, f
 as where other layers lie in between. Beside stock stands ``jax.checkpoint`` of the stock layer,
 which keeps its input and computes the layer again. Alternatives of one op (two rows of dropout, of
 relu) are there to be compared. Kept bytes are parts of the input's. Times are medians of ratios to
-stock, taken in turn; "custom_vjp" is the other form that the rules can take (no forward mode).
+stock, taken in turn, in a process that keeps the memory it frees; "custom_vjp" is the other form
+that the rules can take (no forward mode).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import memsave_jax
 from memsave_jax import function as engine, functional as F
 
 from .harness import Experiment
-from .measure import compare, difference
+from .measure import compare, difference, keep_freed_memory
 from .render import quartiles, table
 from .results import Record
 
@@ -29,38 +30,36 @@ from .results import Record
 TOLERANCE = 1e-5
 
 
-def _of_vectors(norm: Callable[..., Array], **options: Any) -> Callable[[Array, Array], Array]:
-    def layer(x: Array, key: Array) -> Array:
-        vector = jnp.ones(x.shape[-1])
-        return norm(x, vector, vector, **options)
-
-    return layer
+Layer = Callable[[Array, Array, Array], Array]
 
 
-def _elementwise(function: Callable[[Array], Array]) -> Callable[[Array, Array], Array]:
-    return lambda x, key: function(x)
+def _of_vectors(norm: Callable[..., Array]) -> Layer:
+    return lambda x, vector, key: norm(x, vector, vector)
 
 
-def _batch_norm_train(x: Array, key: Array) -> Array:
-    vector = jnp.ones(x.shape[-1])
+def _elementwise(function: Callable[[Array], Array]) -> Layer:
+    return lambda x, vector, key: function(x)
+
+
+def _batch_norm_train(x: Array, vector: Array, key: Array) -> Array:
     return F.batch_norm(x, None, None, vector, vector, use_running_average=False)[0]
 
 
-#: Functions of ``x`` and a key.
-LAYERS: dict[str, Callable[[Array, Array], Array]] = {
+#: Functions of ``x``, of parameters that are one vector, and of a key.
+LAYERS: dict[str, Layer] = {
     **{
         function.__name__: _elementwise(function)
         for function in (F.relu, F.relu_from_output, F.leaky_relu, F.relu6, F.gelu, F.silu)
     },
-    "dropout": lambda x, key: F.dropout(x, 0.1, key),
-    "dropout_from_rng": lambda x, key: F.dropout_from_rng(x, 0.1, key),
-    "max_pool2d, 2x2": lambda x, key: F.max_pool(x, (2, 2), (2, 2)),
-    "max_pool2d, 3x3 by 2": lambda x, key: F.max_pool(x, (3, 3), (2, 2), "SAME"),
+    "dropout": lambda x, vector, key: F.dropout(x, 0.1, key),
+    "dropout_from_rng": lambda x, vector, key: F.dropout_from_rng(x, 0.1, key),
+    "max_pool2d, 2x2": lambda x, vector, key: F.max_pool(x, (2, 2), (2, 2)),
+    "max_pool2d, 3x3 by 2": lambda x, vector, key: F.max_pool(x, (3, 3), (2, 2), "SAME"),
     "batch_norm_train": _batch_norm_train,
     "layer_norm": _of_vectors(F.layer_norm),
     "layer_norm_from_output": _of_vectors(F.layer_norm_from_output),
-    "rms_norm": lambda x, key: F.rms_norm(x, jnp.ones(x.shape[-1])),
-    "rms_norm_from_output": lambda x, key: F.rms_norm_from_output(x, jnp.ones(x.shape[-1])),
+    "rms_norm": lambda x, vector, key: F.rms_norm(x, vector),
+    "rms_norm_from_output": lambda x, vector, key: F.rms_norm_from_output(x, vector),
     "group_norm": _of_vectors(F.group_norm),
 }
 
@@ -73,7 +72,7 @@ class Config:
     batch: int = 16
     size: int = 64
     channels: int = 64
-    repeats: int = 31
+    repeats: int = 101
 
 
 @dataclass(frozen=True)
@@ -94,54 +93,59 @@ def cases(config: Config) -> Iterator[Case]:
 
 
 def _step(
-    layer: Callable[[Array], Array], x: Array, form: Any, apart: bool = False
+    layer: Callable[[Array, Array], Array],
+    x: Array,
+    vector: Array,
+    form: Any,
+    apart: bool = False,
 ) -> Callable[[], Any]:
     """Forward and backward, compiled, as one program or as two, between which others may run.
 
-    (The output goes out, as to a next layer.)
+    (The output goes out, as to a next layer; the parameters come in.)
     """
 
-    def step(x: Array, g: Array) -> Any:
-        y, pull = forward(x)
+    def step(x: Array, vector: Array, g: Array) -> Any:
+        y, pull = forward(x, vector)
         return y, backward(pull, g)
 
-    def forward(x: Array) -> Any:
-        return jax.vjp(layer, x)
+    def forward(x: Array, vector: Array) -> Any:
+        return jax.vjp(lambda x: layer(x, vector), x)
 
     def backward(pull: Callable[[Array], tuple[Array]], g: Array) -> Array:
         return pull(g)[0]
 
     with engine.using(form):
-        shape = jax.eval_shape(layer, x).shape
+        shape = jax.eval_shape(layer, x, vector).shape
         g = jax.random.normal(jax.random.key(2), shape)
         if apart:
-            forward = jax.jit(forward).lower(x).compile()
-            backward = jax.jit(backward).lower(forward(x)[1], g).compile()
+            forward = jax.jit(forward).lower(x, vector).compile()
+            backward = jax.jit(backward).lower(forward(x, vector)[1], g).compile()
         else:
-            step = jax.jit(step).lower(x, g).compile()
-    return lambda: jax.block_until_ready(step(x, g))
+            step = jax.jit(step).lower(x, vector, g).compile()
+    return lambda: jax.block_until_ready(step(x, vector, g))
 
 
 def measure(case: Case) -> dict[str, Any]:
     """Bytes kept, times of a step, and by how much its output and gradient differ from stock's."""
+    keep_freed_memory()
     shape = (case.batch, case.size, case.size, case.channels)
     x = jax.random.normal(jax.random.key(1), shape)
-    key = jax.random.key(0)
+    vector, key = jnp.ones(case.channels), jax.random.key(0)
 
-    def layer(x: Array) -> Array:
-        return LAYERS[case.layer](x, key)
+    def layer(x: Array, vector: Array) -> Array:
+        return LAYERS[case.layer](x, vector, key)
 
     # (Of an activation: an input of the whole function would be free.)
-    report = memsave_jax.report(lambda x: layer(2 * x), x, compiled=False)
+    report = memsave_jax.report(lambda x: layer(2 * x, vector), x, compiled=False)
     steps = {
-        "stock": _step(layer, x, "stock"),
-        "memsave_jax": _step(layer, x, "custom_jvp"),
-        "custom_vjp": _step(layer, x, "custom_vjp"),
-        "checkpoint": _step(jax.checkpoint(layer), x, "stock"),
+        "stock": _step(layer, x, vector, "stock"),
+        "memsave_jax": _step(layer, x, vector, "custom_jvp"),
+        "custom_vjp": _step(layer, x, vector, "custom_vjp"),
+        "checkpoint": _step(jax.checkpoint(layer), x, vector, "stock"),
     }
     apart = {
-        "stock": _step(layer, x, "stock", apart=True),
-        "memsave_jax": _step(layer, x, "custom_jvp", apart=True),
+        "stock": _step(layer, x, vector, "stock", apart=True),
+        "memsave_jax": _step(layer, x, vector, "custom_jvp", apart=True),
     }
     return {
         "input_bytes": x.nbytes,

@@ -2,9 +2,10 @@
 
 A step is forward and backward. Every drop-in of :mod:`memsave.nn` is taken at three sizes of its
 input: 64x64, where the time is that of the calls, to 100 MB, where it is that of the memory; and
-for each choice of gradients. Ratios are medians over pairs. Outputs and gradients are compared on
-the way, from the same random numbers. ``--compare`` adds the stock layer checkpointed, both
-compiled, and, where ``--paper-code`` says where it is, the paper's code.
+for each choice of gradients. Ratios are medians over pairs, in a process that keeps the memory it
+frees. Outputs and gradients are compared on the way, from the same random numbers. ``--compare``
+adds the stock layer checkpointed, both compiled, and, where ``--paper-code`` says where it is, the
+paper's code.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 import memsave
 
 from .harness import GIB, Experiment
-from .measure import best_device, compare, difference, peak_bytes
+from .measure import best_device, compare, difference, keep_freed_memory, peak_bytes
 from .other_savers import compile_with_budget, convert_by_paper
 from .render import matrix, mib, quartiles, table
 from .results import Record
@@ -250,6 +251,7 @@ def _pairs(case: Case, steps: dict[str, Step]) -> int:
 
 def measure(case: Case) -> dict[str, Any]:
     """Times, kept bytes, peaks, and how far memsave's outputs and gradients are from stock's."""
+    keep_freed_memory()
     steps = _variants(case)
     stock, ours = steps["stock"], steps["memsave"]
     (y, *grads), (our_y, *our_grads) = stock.once(), ours.once()

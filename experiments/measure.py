@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import random
 import statistics
 import time
 from collections.abc import Callable, Iterable
@@ -63,15 +65,32 @@ def _allocations(function: Callable[[], Any]) -> list[int]:
     return [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
 
 
+def keep_freed_memory() -> None:
+    """Have the C library keep what this process frees (where it is glibc).
+
+    Otherwise it gives large blocks back to the system, and takes a page fault for every 4 KiB of
+    the next one, or does not, as it happens: more time than that of a layer.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(-1, -1)  # M_TRIM_THRESHOLD: never
+        mallopt(-4, 0)  # M_MMAP_MAX: no block of its own for large requests
+        mallopt(-8, 1)  # M_ARENA_MAX: one heap for all threads, as others give back what is free
+
+
 def paired_times(
     steps: dict[str, Callable[[], Any]], repeats: int, progress: str = "timing"
 ) -> dict[str, list[float]]:
-    """Seconds of each step, taken in turn ``repeats`` times after one warm-up each."""
+    """Seconds of each step, taken in turn ``repeats`` times after one warm-up each.
+
+    Every turn in another order, as a step pays for the state that the one before it leaves.
+    """
     for step in steps.values():
         step()
     times: dict[str, list[float]] = {name: [] for name in steps}
+    order = random.Random(0)
     for _ in tqdm(range(repeats), progress, leave=False):
-        for name, step in steps.items():
+        for name, step in order.sample([*steps.items()], len(steps)):
             start = time.perf_counter()
             step()
             if torch.cuda.is_available():

@@ -850,6 +850,9 @@ NO_MORE = [
     (memsave.nn.LayerNorm(3, elementwise_affine=False), (2, 6, 4, 3), "input weight all"),
     (memsave.nn.GroupNorm(2, 6), (2, 6, 4, 3), "input weight all"),
     (memsave.nn.GroupNorm(2, 6, affine=False), (2, 6, 4, 3), "input weight all"),
+    (memsave.nn.InstanceNorm2d(6), (2, 6, 4, 3), "input all"),
+    (memsave.nn.InstanceNorm2d(6, affine=True), (2, 6, 4, 3), ""),
+    (memsave.nn.InstanceNorm2d(6, track_running_stats=True), (2, 6, 4, 3), ""),
     (memsave.nn.Conv2d(6, 4, 3), (2, 6, 4, 3), "weight all"),
     (memsave.nn.Conv2d(6, 4, 3, padding="same"), (2, 6, 4, 3), ""),
     (memsave.nn.Conv2d(6, 4, 3, padding=1, padding_mode="reflect"), (2, 6, 4, 3), ""),
@@ -883,8 +886,10 @@ def test_modules_are_stock_where_that_keeps_no_more(layer, shape, no_more, layou
         by_rule = helpers.kept(lambda: layer(x), free)
     assert y.equal(ruled)
     assert helpers.kept(lambda: layer(x), free) == by_rule
-    is_stock = wanted in no_more and not (layout is None and isinstance(layer, nn.GroupNorm))
-    assert has_rule(y) != is_stock
+    is_copied = (layout is None and isinstance(layer, nn.GroupNorm)) or (
+        layout is not torch.contiguous_format and isinstance(layer, nn.InstanceNorm2d)
+    )
+    assert has_rule(y) != (wanted in no_more and not is_copied)
 
 
 @pytest.mark.parametrize("layer", [memsave.nn.Conv2d(3, 4, 3), memsave.nn.PReLU(3)])

@@ -113,7 +113,8 @@ static inline void spread(const uint8_t *byte, uint8_t *flags) {
     TO_BITS(within_##T, T, flag = (v > a) & (v < b))                                    \
     TO_BITS(not_outside_##T, T, flag = !((v <= a) | (v >= b)))                          \
     TO_BITS(not_inside_##T, T, flag = !((v >= a) & (v <= b)))                           \
-    FROM_BITS(scale_##T, T, v * (flag ? a : b))
+    FROM_BITS(scale_##T, T, v * (flag ? a : b))                                         \
+    FROM_BITS(part_##T, T, flag ? v * a : 0)
 OF_FLOATS(float)
 OF_FLOATS(double)
 
@@ -183,9 +184,13 @@ static inline uint16_t to_bfloat16(float value) {
                     }                                                                   \
                     continue;                                                           \
                 }                                                                       \
-                if (dweight) EACH for (size k = 0; k < count; k++)                      \
+                if (dweight && dbias) EACH for (size k = 0; k < count; k++) {           \
+                    const T in = LOAD(g[first + k]);                                    \
+                    dweight[first + k] += in * normalized[k];                           \
+                    dbias[first + k] += in;                                             \
+                } else if (dweight) EACH for (size k = 0; k < count; k++)               \
                     dweight[first + k] += LOAD(g[first + k]) * normalized[k];           \
-                if (dbias) EACH for (size k = 0; k < count; k++)                        \
+                else if (dbias) EACH for (size k = 0; k < count; k++)                   \
                     dbias[first + k] += LOAD(g[first + k]);                             \
                 if (!norm->dx) continue;                                                \
                 SUMMED(along, total) for (size k = 0; k < count; k++) {                 \
@@ -215,13 +220,14 @@ static inline uint16_t to_bfloat16(float value) {
         if (!norm->from_y)                                                              \
             EACH for (size k = 0; k < count; k++)                                       \
                 normalized[k] = (LOAD(kept[first + k]) - center) * scale;               \
-        else if (bias)                                                                  \
+        else if (bias && inverse)                                                       \
             EACH for (size k = 0; k < count; k++)                                       \
-                normalized[k] = LOAD(kept[first + k]) - bias[first + k];                \
+                normalized[k] = (LOAD(kept[first + k]) - bias[first + k]) * inverse[first + k]; \
         else                                                                            \
-            EACH for (size k = 0; k < count; k++) normalized[k] = LOAD(kept[first + k]);\
-        if (inverse)                                                                    \
-            EACH for (size k = 0; k < count; k++) normalized[k] *= inverse[first + k];  \
+            EACH for (size k = 0; k < count; k++) {                                     \
+                const T shifted = LOAD(kept[first + k]) - (bias ? bias[first + k] : 0); \
+                normalized[k] = shifted * (inverse ? inverse[first + k] : 1);           \
+            }                                                                           \
     }
 #if defined(__GNUC__) /* with -fopenmp-simd */
 #define PRAGMA(TEXT) _Pragma(#TEXT)
@@ -480,6 +486,7 @@ static const Named LOOPS[] = {
     NAMED(above_float),       NAMED(above_double),       NAMED(within_float),
     NAMED(within_double),     NAMED(not_outside_float),  NAMED(not_outside_double),
     NAMED(not_inside_float),  NAMED(not_inside_double),  NAMED(nonzero),
+    NAMED(part_float),        NAMED(part_double),
     NAMED(scale_float),       NAMED(scale_double),       NAMED(select_int8_t),
     NAMED(select_int16_t),    NAMED(select_int32_t),     NAMED(select_int64_t),
 };

@@ -34,6 +34,7 @@ RELU = {
 PIECEWISE = {name: _loops(name) for name in PIECES if name != "softshrink"}
 COMPARE = {test: _loops(test) for test in TESTS}
 SCALE = _loops("scale")
+PART = _loops("part")
 SELECT = {size: getattr(_native, f"select_int{8 * size}_t") for size in INTEGERS}
 
 
@@ -93,7 +94,7 @@ def pack(mask: Tensor, like: Like) -> Tensor | None:
     return bits
 
 
-def select(g: Tensor, bits: Tensor, like: Like) -> Tensor | None:
+def select(g: Tensor, bits: Tensor, like: Like, factor: float = 1.0) -> Tensor | None:
     """In one pass."""
     if not g.is_cpu:
         return None
@@ -102,8 +103,11 @@ def select(g: Tensor, bits: Tensor, like: Like) -> Tensor | None:
     if not has_memory(g, like.stride):
         return None
     y = torch.empty_like(g)
+    if factor != 1.0 and g.dtype in PART:
+        _run(PART[g.dtype], g, y, bits, factor)
+        return y
     _run(SELECT[g.itemsize], g, y, bits)
-    return y
+    return y if factor == 1.0 else y.mul_(factor)
 
 
 def scale(

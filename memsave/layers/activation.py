@@ -28,12 +28,13 @@ def _mask(bits: Tensor, like: Like | None) -> Tensor:
     return kernels.unpack(bits, like, True, torch.bool)
 
 
-def _select(g: Tensor, bits: Tensor, like: Like | None) -> Tensor:
-    """``g`` where a bit is set and +0 elsewhere, whatever stands there (inf, nan)."""
+def _select(g: Tensor, bits: Tensor, like: Like | None, factor: float = 1.0) -> Tensor:
+    """``g * factor`` where a bit is set and +0 elsewhere, whatever stands there (inf, nan)."""
     assert like is not None
     if is_dynamo_compiling() or not is_plain_gradient(g):
+        g = g if factor == 1.0 else g * factor
         return torch.where(_mask(bits, like), g, 0.0)
-    return kernels.select(g, bits, like)
+    return kernels.select(g, bits, like, factor)
 
 
 def _scale(g: Tensor, bits: Tensor, like: Like | None, slope: float) -> Tensor:
@@ -122,7 +123,7 @@ _hardsigmoid = _define(
     spec.HARDSIGMOID,
     lambda x, inplace=False: F.hardsigmoid(x, inplace),
     lambda: ("hardsigmoid", -3.0, 3.0),
-    lambda g, bits, like, **_: _select(g, bits, like).mul_(ONE_SIXTH),
+    lambda g, bits, like, **_: _select(g, bits, like, ONE_SIXTH),
 )
 _hardshrink = _define(
     spec.HARDSHRINK,

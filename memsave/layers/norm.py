@@ -735,11 +735,15 @@ class GroupNormFromOutput(nn.GroupNorm):
 
 def _apply_instance_norm(self: Any, input: Tensor) -> Tensor:
     """What the stock module does once it has checked its input."""
-    return instance_norm(
+    weight, running_mean = self.weight, self.running_mean
+    # Of another layout the stock op keeps a copy, and of vectors one for each example.
+    as_it_is = weight is None and running_mean is None and input.is_contiguous()
+    function = F.instance_norm if as_it_is and stock_suffices(input) else instance_norm
+    return function(
         input,
-        self.running_mean,
+        running_mean,
         self.running_var,
-        self.weight,
+        weight,
         self.bias,
         self.training or not self.track_running_stats,
         0.0 if self.momentum is None else self.momentum,
