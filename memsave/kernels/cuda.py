@@ -97,7 +97,7 @@ def pack(mask: Tensor, like: Like) -> Tensor | None:
     return _bits(mask.view(torch.uint8), "nonzero")
 
 
-def select(g: Tensor, bits: Tensor, like: Like, factor: float = 1.0) -> Tensor | None:
+def select(g: Tensor, bits: Tensor, like: Like, factor: float | None = None) -> Tensor | None:
     """In one pass, or with a factor in two."""
     if not _is_here(g):
         return None
@@ -106,7 +106,7 @@ def select(g: Tensor, bits: Tensor, like: Like, factor: float = 1.0) -> Tensor |
         return None
     y, integer = torch.empty_like(g), INTEGERS[g.itemsize]
     _run("from_bits", g.view(integer), y.view(integer), bits, 0.0, 0.0, "select")
-    return y if factor == 1.0 else y.mul_(factor)
+    return y if factor is None else y.mul_(factor)
 
 
 def scale(

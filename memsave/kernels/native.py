@@ -94,7 +94,7 @@ def pack(mask: Tensor, like: Like) -> Tensor | None:
     return bits
 
 
-def select(g: Tensor, bits: Tensor, like: Like, factor: float = 1.0) -> Tensor | None:
+def select(g: Tensor, bits: Tensor, like: Like, factor: float | None = None) -> Tensor | None:
     """In one pass."""
     if not g.is_cpu:
         return None
@@ -103,11 +103,11 @@ def select(g: Tensor, bits: Tensor, like: Like, factor: float = 1.0) -> Tensor |
     if not has_memory(g, like.stride):
         return None
     y = torch.empty_like(g)
-    if factor != 1.0 and g.dtype in PART:
+    if factor is not None and g.dtype in PART:
         _run(PART[g.dtype], g, y, bits, factor)
         return y
     _run(SELECT[g.itemsize], g, y, bits)
-    return y if factor == 1.0 else y.mul_(factor)
+    return y if factor is None else y.mul_(factor)
 
 
 def scale(

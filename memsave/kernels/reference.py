@@ -106,8 +106,8 @@ def compare(x: Tensor, like: Like, test: str, low: float, high: float) -> Tensor
     return pack(TESTS[test](x, low, high), like)
 
 
-def select(g: Tensor, bits: Tensor, like: Like, factor: float = 1.0) -> Tensor:
-    """``g * factor`` where a bit is set and +0 elsewhere, whatever stands there (inf, nan).
+def select(g: Tensor, bits: Tensor, like: Like, factor: float | None = None) -> Tensor:
+    """``g``, or ``g * factor``, where a bit is set and +0 elsewhere, whatever stands there (inf, nan).
 
     torch's ``where`` on CPU costs four times as much as this bitwise "and", which has no
     derivative, however.
@@ -115,7 +115,7 @@ def select(g: Tensor, bits: Tensor, like: Like, factor: float = 1.0) -> Tensor:
     integer = INTEGERS[g.itemsize]
     ones = unpack(bits, like, -1, integer)
     selected = ones.bitwise_and_(g.view(integer)).view(g.dtype)
-    return selected if factor == 1.0 else selected.mul_(factor)
+    return selected if factor is None else selected.mul_(factor)
 
 
 def scale(

@@ -28,12 +28,12 @@ def _mask(bits: Tensor, like: Like | None) -> Tensor:
     return kernels.unpack(bits, like, True, torch.bool)
 
 
-def _select(g: Tensor, bits: Tensor, like: Like | None, factor: float = 1.0) -> Tensor:
-    """``g * factor`` where a bit is set and +0 elsewhere, whatever stands there (inf, nan)."""
+def _select(g: Tensor, bits: Tensor, like: Like | None, factor: float | None = None) -> Tensor:
+    """``g``, or ``g * factor``, where a bit is set and +0 elsewhere, whatever stands there."""
     assert like is not None
     if is_dynamo_compiling() or not is_plain_gradient(g):
-        g = g if factor == 1.0 else g * factor
-        return torch.where(_mask(bits, like), g, 0.0)
+        selected = torch.where(_mask(bits, like), g, 0.0)
+        return selected if factor is None else selected.mul_(factor)
     return kernels.select(g, bits, like, factor)
 
 
