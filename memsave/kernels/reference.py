@@ -107,7 +107,7 @@ def compare(x: Tensor, like: Like, test: str, low: float, high: float) -> Tensor
 
 
 def select(g: Tensor, bits: Tensor, like: Like, factor: float | None = None) -> Tensor:
-    """``g``, or ``g * factor``, where a bit is set and +0 elsewhere, whatever stands there (inf, nan).
+    """``g``, or ``g * factor``, where a bit is set and +0 elsewhere, whatever stands there.
 
     torch's ``where`` on CPU costs four times as much as this bitwise "and", which has no
     derivative, however.
