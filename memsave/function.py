@@ -29,21 +29,22 @@ from itertools import combinations
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, compiler, is_grad_enabled, strided
 from torch._C import (
     _are_functorch_transforms_active,
-    _get_tracing_state,
     _is_any_autocast_enabled,
+    _is_tracing,
     _len_torch_function_stack,
 )
 from torch._C._functorch import is_functorch_wrapped_tensor, is_legacy_batchedtensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.autograd.function import Function
-from torch.compiler import is_dynamo_compiling
+from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.overrides import _get_current_function_mode, _pop_mode_temporarily
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from .kernels import are_arrays
 from .kernels.reference import Like
 from .spec import Layer, Residuals
 
@@ -158,12 +159,13 @@ def differentiable(rule: Rule) -> Callable[..., Any]:
     apply = super(Function, function).apply  # type: ignore[misc]
 
     def layer(*args: Any, **options: Any) -> Any:
-        compiling = torch.compiler.is_compiling()
+        # (As is_compiling(), which runs two Python functions.)
+        compiling = is_dynamo_compiling() or compiler._is_compiling_flag
         if not compiling and _len_torch_function_stack() and _asks_for_layers():
             with _pop_mode_temporarily():
                 return layer(*args, **options)
         wanted: tuple[int, ...] = ()
-        if torch.is_grad_enabled():
+        if is_grad_enabled():
             for place in wantable:
                 arg = args[place]
                 if isinstance(arg, Tensor) and arg.requires_grad:
@@ -200,6 +202,7 @@ class Plan(NamedTuple):
 
     Attributes:
         saves: Names of what is kept.
+        saved: Each with its place among the arguments and ``y``, or ``None`` for an extra.
         grads: Of each argument its name, or ``None`` if its gradient is not wanted.
         residuals: What is kept, by name, for ``bwd``.
         is_stock: Whether the stock op keeps the same (unless the options say otherwise).
@@ -207,6 +210,7 @@ class Plan(NamedTuple):
 
     wrt: Mask
     saves: tuple[str, ...]
+    saved: tuple[tuple[str, int | None], ...]
     grads: tuple[str | None, ...]
     residuals: type[Residuals]
     is_stock: bool
@@ -217,14 +221,17 @@ class Plan(NamedTuple):
         row, saves = rule.row, rule.row.saves(wrt)
         is_stock = rule.stock_keeps is not None and tuple(rule.stock_keeps(wrt)) == saves
         grads = tuple(name if name in wrt else None for name in row.args)
-        return cls(wrt, saves, grads, Residuals.of(row, wrt), is_stock)
+        places = {name: place for place, name in enumerate((*row.args, "y"))}
+        saved = tuple((name, places.get(name)) for name in saves)
+        return cls(wrt, saves, saved, grads, Residuals.of(row, wrt), is_stock)
 
 
 def _function(rule: Rule) -> type[Function]:
     """The autograd function of a rule, named after its row."""
     row, fwd, bwd, smooth = rule.row, rule.fwd, rule.bwd, rule.smooth
     everything = (*row.args, "y")
-    overwrites, told = row.inplace, rule.shapes
+    overwrites = row.inplace
+    told = tuple((name, everything.index(name)) for name in rule.shapes)
 
     def forward(ctx: Any, plan: Plan, options: dict[str, Any], *args: Any) -> Any:
         inplace = overwrites and options.get("inplace")
@@ -235,10 +242,11 @@ def _function(rule: Rule) -> type[Function]:
             # Of a batch of one, say. The user may overwrite y, but not a view made in here.
             y = y.data
             result = (y, *result[1:]) if isinstance(result, tuple) else y
-        arrays = dict(zip(everything, (*args, y), strict=True))
-        ctx.shapes = shapes = {}
-        for name in told:
-            array = arrays[name]
+        arrays, kept, shapes = (*args, y), [], {}
+        for name, place in plan.saved:
+            kept.append(extras[name] if place is None else arrays[place])
+        for name, place in told:
+            array = arrays[place]
             if array is None:
                 shapes[name] = None
             elif compiling:
@@ -246,14 +254,14 @@ def _function(rule: Rule) -> type[Function]:
             else:  # which runs no Python
                 like = (array.shape, array.stride(), array.dtype)
                 shapes[name] = _new_tuple(Like, like)  # type: ignore[type-var]
-        arrays.update(extras)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*[arrays[name] for name in plan.saves])
-        ctx.plan, ctx.options = plan, options
+        ctx.save_for_backward(*kept)
+        ctx.call = plan, options, shapes
         if inplace:
             ctx.mark_dirty(args[0])
         if _observer is not None:
-            _observer(Call(row, plan.wrt, arrays, options))
+            named = dict(zip(everything, arrays, strict=True))
+            _observer(Call(row, plan.wrt, named | extras, options))
         if smooth:
             return y, *[extras[name] for name in row.extras if name in plan.saves]
         if isinstance(result, tuple):
@@ -261,27 +269,29 @@ def _function(rule: Rule) -> type[Function]:
         return result
 
     def backward(ctx: Any, *gs: Tensor | None) -> tuple[Tensor | None, ...]:
-        plan: Plan = ctx.plan
+        plan, options, shapes = ctx.call
         given = next((g for g in gs if g is not None), None) if smooth else gs[0]
         if given is None:
             return (None, None, *[None for _ in plan.grads])
         assert bwd is not None
-        g: Any = _with_extras(ctx, gs) if smooth else given
-        named = zip(plan.saves, ctx.saved_tensors, strict=True)
+        g: Any = _with_extras(plan, shapes["y"], gs) if smooth else given
+        named = zip(plan.saves, ctx.saved_tensors)  # noqa: B905 (a keyword costs as much again)
         compiling = is_dynamo_compiling()
         saved = dict(named) if compiling else plan.residuals(named)
         if (compiling or _is_any_autocast_enabled()) and amp_enabled(given.device.type):
             # The caller may run backward under autocast; gradients have the dtypes of forward.
             with torch.autocast(given.device.type, enabled=False):
-                grads = bwd(g, plan.wrt, saved, ctx.shapes, **ctx.options)
+                grads = bwd(g, plan.wrt, saved, shapes, **options)
         else:
-            grads = bwd(g, plan.wrt, saved, ctx.shapes, **ctx.options)
-        return (None, None, *[None if name is None else grads[name] for name in plan.grads])
+            grads = bwd(g, plan.wrt, saved, shapes, **options)
+        wanted: list[Tensor | None] = [None, None]
+        for name in plan.grads:
+            wanted.append(None if name is None else grads[name])
+        return tuple(wanted)
 
-    def _with_extras(ctx: Any, gs: tuple[Tensor | None, ...]) -> dict[str, Tensor]:
+    def _with_extras(plan: Plan, like: Like, gs: tuple[Tensor | None, ...]) -> dict[str, Tensor]:
         """The gradient of ``y``, and of the extras that have one."""
-        saves, like = ctx.plan.saves, ctx.shapes["y"]
-        extras = [name for name in row.extras if name in saves]
+        extras = [name for name in row.extras if name in plan.saves]
         given = {n: g for n, g in zip(("y", *extras), gs, strict=True) if g is not None}
         if "y" not in given:
             zero = next(iter(given.values())).new_zeros((), dtype=like.dtype)
@@ -328,16 +338,14 @@ def _untraceable(rule: Rule, args: tuple[Any, ...], options: Mapping[str, Any]) 
 
 def _unservable(rule: Rule, args: tuple[Any, ...], options: Mapping[str, Any]) -> bool:
     """Whether this call is one that a Python autograd function cannot serve."""
-    if (
-        _are_functorch_transforms_active()
-        or forward_ad._current_level >= 0
-        or _get_tracing_state() is not None
-    ):
+    if _are_functorch_transforms_active() or forward_ad._current_level >= 0 or _is_tracing():
         return True
+    if are_arrays(*args):
+        return False
     for arg in args:
         if arg is not None and (
             (type(arg) not in _OF_TORCH and _has_other_meaning(arg))
-            or arg.layout is not torch.strided
+            or arg.layout is not strided
             or arg.is_complex()
             or arg.is_nested
             or is_functorch_wrapped_tensor(arg)
@@ -366,9 +374,9 @@ def stock_suffices(*wanted: Any, cast: bool = False) -> bool:
     (Not while somebody observes what layers keep, or traces; nor where autocast is on, of an op
     whose arguments it is to ``cast``: that keeps the copies, also of parameters.)
     """
-    if torch.compiler.is_compiling() or _observer is not None:
+    if is_dynamo_compiling() or compiler._is_compiling_flag:
         return False
-    if _get_tracing_state() is not None:
+    if _observer is not None or _is_tracing():
         return False
     for tensor in wanted:
         if isinstance(tensor, Tensor) and tensor.requires_grad:
@@ -378,16 +386,17 @@ def stock_suffices(*wanted: Any, cast: bool = False) -> bool:
 
 def is_traced(x: Any) -> bool:
     """Whether ``torch.fx`` or ``torch.jit`` is tracing, so that nothing may depend on shapes."""
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return False
-    return not isinstance(x, Tensor) or _get_tracing_state() is not None
+    return not isinstance(x, Tensor) or _is_tracing()
 
 
 def is_plain_gradient(g: Tensor) -> bool:
     """Whether ``bwd`` may do to ``g`` what has no derivative and no rule for vmap."""
-    return (
+    if g.requires_grad:
+        return False
+    return are_arrays(g) or (
         type(g) in (Tensor, FakeTensor)
-        and not g.requires_grad
         and not is_legacy_batchedtensor(g)  # is_grads_batched
         and not is_functorch_wrapped_tensor(g)
     )
@@ -397,9 +406,7 @@ def is_final(g: Tensor) -> bool:
     """Whether the gradients that ``bwd`` makes are not to be differentiated, so that it may
     overwrite what it has made.
     """
-    return (
-        not torch.compiler.is_compiling() and not torch.is_grad_enabled() and is_plain_gradient(g)
-    )
+    return not is_compiling() and not torch.is_grad_enabled() and is_plain_gradient(g)
 
 
 @contextmanager

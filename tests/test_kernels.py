@@ -8,6 +8,7 @@ import importlib
 import math
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,6 +21,7 @@ import torch.nn.functional as F
 from hypothesis import HealthCheck, assume, example, given, settings, strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._vmap_internals import _vmap
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memsave import functional, kernels
@@ -220,6 +222,21 @@ assert actual.equal(expected)
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
+def test_a_torch_that_shows_its_tensors_in_python_alone() -> None:
+    """The kernels for the CPU, which go by DLPack, are then missing like those not compiled."""
+    code = """
+import torch
+del torch.Tensor.__dlpack_c_exchange_api__
+from memsave import kernels, nn
+
+assert not [one for one in kernels.IMPLEMENTATIONS if one.__name__.endswith("native")]
+assert not kernels.are_arrays(torch.randn(3))
+x = torch.randn(3, requires_grad=True)
+assert torch.autograd.grad(nn.ReLU()(x).sum(), x)[0].equal((x > 0).float())
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
 def test_kernels_of_other_devices_leave_the_cpu_alone() -> None:
     """And Triton is not imported for it."""
     code = """
@@ -378,6 +395,76 @@ def test_every_layout(case: Bits, contiguous: bool) -> None:
     y, positive = kernels.relu(like.clone(), False)
     assert y.equal(like.relu())
     assert unpack(positive, Like.of(y), True, torch.bool).equal(like > 0)
+
+
+ARRAYS = {
+    "plain": lambda x: x,
+    "absent": lambda x: None,
+    "parameter": torch.nn.Parameter,
+    "wanted": lambda x: x.requires_grad_(),
+    "strided": lambda x: x[::2],
+    "empty": lambda x: x[:0],
+    "integer": lambda x: x.long(),
+}
+OTHERS = {
+    "number": lambda x: 1.0,
+    "complex": lambda x: x.to(torch.complex64),
+    "sparse": lambda x: x.to_sparse(),
+    "nested": lambda x: torch.nested.nested_tensor([x, x], layout=torch.jagged),
+    "meta": lambda x: x.to("meta"),
+    "fake": lambda x: FakeTensorMode().from_tensor(x),
+    "subclass": lambda x: x.as_subclass(type("Sub", (Tensor,), {})),
+    "mkldnn": lambda x: x.to_mkldnn(),
+}
+
+
+@pytest.mark.parametrize("kind", [*ARRAYS, *OTHERS])
+def test_what_is_an_array(native: Any, kind: str) -> None:
+    array = (ARRAYS | OTHERS)[kind](torch.ones(8))
+    assert native.are_arrays(array) is (kind in ARRAYS)
+    assert native.are_arrays(torch.ones(3), array, None) is (kind in ARRAYS)
+
+
+@pytest.mark.parametrize("transform", [torch.func.vmap, torch.func.grad, _vmap])
+def test_an_array_of_transforms_is_none(native: Any, transform: Any) -> None:
+    seen = []
+    transform(lambda x: (seen.append(native.are_arrays(x)), x.sum())[1])(torch.ones(8))
+    assert seen == [False]
+
+
+def test_what_native_kernels_leave_alone(native: Any) -> None:
+    x = torch.randn(3, 8)
+    like = Like.of(x)
+    bits = native.pack(x > 0, like)
+    with_gaps, sums = torch.randn(3, 16)[:, ::2], torch.randn(()).expand(3, 8)
+    for other in (with_gaps, sums, x.to_sparse(), x.long(), x.to("meta")):
+        assert native.relu(other, False) is None
+    assert native.relu(x, True) is not None
+    for number in (torch.tensor(0.5), True, None):
+        assert native.piecewise(x, False, "leaky_relu", number, 0.0) is None
+    of_another = [bits[:-1], bits.long(), bits.to("meta"), torch.zeros(6, dtype=torch.uint8)[::2]]
+    for wrong in of_another:
+        assert native.select(x, wrong, like) is None
+        assert native.scale(x, wrong, like, 1.0, 0.0) is None
+    assert native.scale(x.t(), bits, like, 1.0, 0.0, True) is None  # in another order
+    assert native.select(x, bits, like) is not None
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_native_kernels_hold_nothing(native: Any, inplace: bool) -> None:
+    x = torch.randn(100)
+    before, version = sys.getrefcount(x), x._version
+    y, bits = native.relu(x, inplace)
+    assert (y is x, x._version) == (inplace, version + inplace)
+    g = torch.randn(100)
+    dx = native.scale(g, bits, Like.of(x), 1.0, 0.0, inplace)
+    assert g._version == inplace
+    results = [weakref.ref(one) for one in (bits, dx) if one is not g]
+    held = native.compare(x, Like.of(x), "above", 0.0, 0.0)
+    results.append(weakref.ref(held))
+    del y, bits, dx, held
+    assert sys.getrefcount(x) == before
+    assert [ref() for ref in results] == [None] * len(results)
 
 
 def test_modes_see_every_operation() -> None:

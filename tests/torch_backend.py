@@ -189,7 +189,8 @@ class Torch:
     def alive(self, row: Layer, case: Case) -> Kept:
         """What lives on in the graph, however it is kept, once the caller has dropped all else."""
         leaves = _leaves(case)
-        _call(self.layer(row), _args(leaves, case), case)  # makes what is cached for all calls
+        with Births():  # makes what is cached for all calls, by the kernels that modes can see
+            _call(self.layer(row), _args(leaves, case), case)
         args = _args(leaves, case)
         with Births() as births:
             outputs = _call(self.layer(row), args, case)

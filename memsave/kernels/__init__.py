@@ -44,6 +44,12 @@ def _fastest(name: str) -> Callable[..., Any]:
     return kernel
 
 
+#: ``are_arrays(*tensors)``: whether each is surely a plain one, strided and real, or ``None``.
+#: (A look at once, where asking for each property costs more than some kernels.)
+are_arrays: Callable[..., bool] = next(
+    (one.are_arrays for one in IMPLEMENTATIONS if hasattr(one, "are_arrays")),
+    lambda *tensors: False,
+)
 relu = _fastest("relu")
 compare = _fastest("compare")
 max_pool = _fastest("max_pool")

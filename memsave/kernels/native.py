@@ -11,10 +11,29 @@ import math
 
 import torch
 from torch import Tensor
+from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
+from torch.nn import Parameter
 
 from . import _native  # type: ignore[attr-defined]
-from .memory import FORMATS, empty_bits, has_memory, in_order
-from .reference import INTEGERS, PIECES, TESTS, Like, Rows, Windows
+from .memory import FORMATS, in_order
+from .reference import PIECES, TESTS, Like, Rows, Windows
+
+if not hasattr(Tensor, "__dlpack_c_exchange_api__"):
+    raise ImportError("this version of torch shows its tensors in Python alone")
+_native.connect(
+    Tensor.__dlpack_c_exchange_api__,  # type: ignore[attr-defined]
+    Tensor,
+    Parameter,
+    Tensor.is_neg,
+    torch.empty_like,
+    torch.empty(0, dtype=torch.uint8).new_empty,
+    torch.autograd.graph.increment_version,
+    torch.get_num_threads,
+    _len_torch_dispatch_stack,
+    _len_torch_function_stack,
+)
+
+are_arrays = _native.are_arrays
 
 DTYPES = {torch.float32: "float", torch.float64: "double"}
 
@@ -24,106 +43,61 @@ def _loops(name: str) -> dict[torch.dtype, int]:
     return {dtype: getattr(_native, f"{name}_{suffix}") for dtype, suffix in DTYPES.items()}
 
 
-#: With the infinity of the dtypes of 16 bits, as an integer.
-RELU = {
-    **{dtype: (loop, 0) for dtype, loop in _loops("relu").items()},
-    torch.bfloat16: (_native.relu_half, 0x7F80),
-    torch.float16: (_native.relu_half, 0x7C00),
-}
 #: (Of softshrink, the sign of a zero depends on how torch comes by it.)
-PIECEWISE = {name: _loops(name) for name in PIECES if name != "softshrink"}
-COMPARE = {test: _loops(test) for test in TESTS}
-SCALE = _loops("scale")
-PART = _loops("part")
-SELECT = {size: getattr(_native, f"select_int{8 * size}_t") for size in INTEGERS}
-
-
-def _run(loop: int, x: Tensor, y: Tensor, bits: Tensor, a: float = 0, b: float = 0) -> None:
-    size, threads = x.numel(), torch.get_num_threads()
-    _native.run(loop, size, threads, x.data_ptr(), y.data_ptr(), bits.data_ptr(), a, b)
+PIECEWISE = {name: getattr(_native, name) for name in PIECES if name != "softshrink"}
+COMPARE = {test: getattr(_native, test) for test in TESTS}
 
 
 def relu(x: Tensor, inplace: bool) -> tuple[Tensor, Tensor] | None:
     """The output and the bits in one pass."""
-    if x.dtype not in RELU:
-        return None
-    loop, infinity = RELU[x.dtype]
-    return _with_bits(loop, x, inplace, infinity)
+    return _native.to_bits(_native.relu, x, None, inplace, 0.0, 0.0)
 
 
 def piecewise(
     x: Tensor, inplace: bool, name: str, low: float, high: float
 ) -> tuple[Tensor, Tensor] | None:
     """The output and the bits in one pass (or the bits, where torch has to compute the output)."""
-    if x.dtype not in DTYPES or {type(low), type(high)} - {float, int}:
-        return None
     if name in PIECEWISE:
-        return _with_bits(PIECEWISE[name][x.dtype], x, inplace, low, high)
+        return _native.to_bits(PIECEWISE[name], x, None, inplace, low, high)
     op, test = PIECES[name]
-    bits = compare(x, Like.of(x), *test(low, high))
+    bits = compare(x, None, *test(low, high))
     return None if bits is None else (op(x, low, high, inplace), bits)
 
 
-def _with_bits(
-    loop: int, x: Tensor, inplace: bool, a: float, b: float = 0
-) -> tuple[Tensor, Tensor] | None:
-    if not x.is_cpu or not has_memory(x, x.stride()):
-        return None
-    y, bits = x if inplace else torch.empty_like(x), empty_bits(x)
-    _run(loop, x, y, bits, a, b)
-    if inplace:
-        torch.autograd.graph.increment_version(x)
-    return y, bits
-
-
-def compare(x: Tensor, like: Like, test: str, low: float, high: float) -> Tensor | None:
+def compare(x: Tensor, like: Like | None, test: str, low: float, high: float) -> Tensor | None:
     """The bits in one pass."""
-    if not x.is_cpu or x.dtype not in COMPARE[test] or not has_memory(x, like.stride):
-        return None
-    bits = empty_bits(x)
-    _run(COMPARE[test][x.dtype], x, x, bits, low, high)
-    return bits
+    stride = None if like is None else like.stride
+    return _native.to_bits(COMPARE[test], x, stride, None, low, high)
 
 
 def pack(mask: Tensor, like: Like) -> Tensor | None:
     """The bits in one pass."""
-    if not mask.is_cpu or not has_memory(mask, like.stride):
-        return None
-    bits = empty_bits(mask)
-    _run(_native.nonzero, mask, mask, bits)
-    return bits
+    return _native.to_bits(_native.nonzero, mask, like.stride, None, 0.0, 0.0)
 
 
 def select(g: Tensor, bits: Tensor, like: Like, factor: float | None = None) -> Tensor | None:
-    """In one pass."""
-    if not g.is_cpu:
-        return None
-    if g.stride() != like.stride:
-        g = in_order(g, like)
-    if not has_memory(g, like.stride):
-        return None
-    y = torch.empty_like(g)
-    if factor is not None and g.dtype in PART:
-        _run(PART[g.dtype], g, y, bits, factor)
-        return y
-    _run(SELECT[g.itemsize], g, y, bits)
-    return y if factor is None else y.mul_(factor)
+    """In one pass (with a factor, for the dtypes that C has)."""
+    if factor is not None:
+        y = _from_bits(_native.part, g, bits, like, False, factor)
+        if y is not None:
+            return y
+    y = _from_bits(_native.select, g, bits, like, False)
+    return y if y is None or factor is None else y.mul_(factor)
 
 
 def scale(
     x: Tensor, bits: Tensor, like: Like, on: float, off: float, inplace: bool = False
 ) -> Tensor | None:
     """In one pass."""
-    if x.dtype not in SCALE or not x.is_cpu:
-        return None
-    if not inplace and x.stride() != like.stride:
-        x = in_order(x, like)
-    if not has_memory(x, like.stride):
-        return None
-    y = x if inplace else torch.empty_like(x)
-    _run(SCALE[x.dtype], x, y, bits, on, off)
-    if inplace:
-        torch.autograd.graph.increment_version(x)
+    return _from_bits(_native.scale, x, bits, like, inplace, on, off)
+
+
+def _from_bits(
+    loop: int, x: Tensor, bits: Tensor, like: Like, inplace: bool, a: float = 0.0, b: float = 0.0
+) -> Tensor | None:
+    y = _native.from_bits(loop, x, bits, like.stride, inplace, a, b)
+    if y is None and not inplace and x.is_cpu and x.stride() != like.stride:
+        y = _native.from_bits(loop, in_order(x, like), bits, like.stride, False, a, b)
     return y
 
 
@@ -135,12 +109,14 @@ GROUP_NORM = _loops("group_norm")
 def norm(rows: Rows, wrt: frozenset[str]) -> dict[str, Tensor] | None:
     """In one pass over the rows; sums over them by thread."""
     loop = (NORM if rows.groups is None else GROUP_NORM).get(rows.g.dtype)
-    if loop is None or rows.kept.dtype != rows.g.dtype or not rows.g.is_cpu:
+    if loop is None or rows.kept.dtype != rows.g.dtype:
         return None
     if rows.groups is not None and not (rows.kept.is_contiguous() and rows.g.numel()):
         return None
-    dtype = torch.promote_types(rows.g.dtype, torch.float32)  # of vectors
     g, kept = rows.g.contiguous(), rows.kept.contiguous()
+    if not _native.has_memory(g):
+        return None
+    dtype = torch.promote_types(g.dtype, torch.float32)  # of vectors
     vectors = [
         None if vector is None else vector.contiguous()
         for vector in (rows.mean, rows.rstd, rows.weight, rows.bias)
@@ -150,12 +126,6 @@ def norm(rows: Rows, wrt: frozenset[str]) -> dict[str, Tensor] | None:
     weight = vectors[2]
     divides = rows.from_output and rows.groups is None and weight is not None
     vectors.append(weight.reciprocal() if divides else None)  # type: ignore[union-attr]
-    given = [vector for vector in vectors if vector is not None]
-    if any(vector.dtype != dtype for vector in given):
-        return None
-    for array in (kept, g, *given):
-        if not array.is_cpu or not has_memory(array, array.stride()):
-            return None
     if rows.groups is None:
         features, groups, places = g.shape[-1], 1, 1
     else:
@@ -167,19 +137,20 @@ def norm(rows: Rows, wrt: frozenset[str]) -> dict[str, Tensor] | None:
     for name in ("weight", "bias"):
         if name in wrt:  # a row for each thread
             grads[name] = torch.zeros(threads, groups * features, dtype=dtype)
-    _native.norm(
+    done = _native.norm(
         loop,
         g.numel() // max(features * places, 1),
         (features, groups, places),
         threads,
-        g.data_ptr(),
-        kept.data_ptr(),
-        *(0 if vector is None else vector.data_ptr() for vector in vectors),
-        *(grads[name].data_ptr() if name in grads else 0 for name in ("x", "weight", "bias")),
+        (g, kept),
+        tuple(vectors),
+        (grads.get("x"), grads.get("weight"), grads.get("bias")),
         rows.shift,
         rows.from_output,
         rows.centered,
     )
+    if not done:
+        return None
     return {name: grad if name == "x" else grad.sum(0) for name, grad in grads.items()}
 
 
@@ -195,30 +166,24 @@ def max_pool(x: Tensor, windows: Windows) -> tuple[Tensor, Tensor] | None:
     shape = (*x.shape[: -len(windows.inputs)], *windows.outputs)
     y = torch.empty(shape, dtype=x.dtype, memory_format=layout)
     offsets = torch.empty(shape, dtype=torch.uint8, memory_format=layout)
-    _pool(False, x, y, offsets, windows, layout)
-    return y, offsets
+    return (y, offsets) if _pool(False, x, y, offsets, windows, layout) else None
 
 
 def unpool(g: Tensor, offsets: Tensor, windows: Windows, like: Like) -> Tensor | None:
     """In one pass over the input and the output."""
     layout = _layout(offsets, windows)
-    if layout is None or g.dtype not in DTYPES or offsets.dtype != torch.uint8:
-        return None
-    if not g.is_cpu or g.shape != offsets.shape:
+    if layout is None or g.dtype not in DTYPES or not g.is_cpu or g.shape != offsets.shape:
         return None
     g = g.contiguous(memory_format=layout)
-    if not has_memory(g, g.stride()):
-        return None
     dx = torch.empty(like.shape, dtype=g.dtype, memory_format=layout)
-    _pool(True, g, dx, offsets, windows, layout)
-    return dx
+    return dx if _pool(True, g, dx, offsets, windows, layout) else None
 
 
 def _layout(x: Tensor, windows: Windows) -> torch.memory_format | None:
     """How it is stored, where that is clear (to torch, too: one channel is first and last)."""
     if math.prod(windows.kernel) > LARGEST_WINDOW or not x.numel() or not 1 <= x.ndim <= 5:
         return None
-    if not x.is_cpu or not has_memory(x, x.stride()):
+    if not _native.has_memory(x):
         return None
     first, last = x.is_contiguous(), FORMATS.get(x.ndim)
     if len(windows.inputs) + 2 != x.ndim:
@@ -237,19 +202,17 @@ def _pool(
     offsets: Tensor,
     windows: Windows,
     layout: torch.memory_format,
-) -> None:
+) -> bool:
     dims = len(windows.inputs)
     first = layout is torch.contiguous_format
     absent = (1,) * (3 - dims)
-    _native.pool(
+    return _native.pool(
         backwards,
-        x.dtype == torch.float64,
         math.prod(x.shape[:-dims]) if first else x.shape[0],
         1 if first else x.shape[1],
-        torch.get_num_threads(),
-        x.data_ptr(),
-        y.data_ptr(),
-        offsets.data_ptr(),
+        x,
+        y,
+        offsets,
         absent + windows.inputs,
         absent + windows.outputs,
         absent + windows.kernel,
