@@ -1,8 +1,8 @@
 /* Kernels for the CPU: one pass over memory where torch's operations take several.
 
    A module of Python's stable ABI that knows of torch what DLPack says of its tensors, and the
-   functions that native.py hands over. native.py calls it, and says what each loop computes. Arrays are dense and in storage order; eight elements share a byte of
-   bits, the first in the lowest. */
+   functions that native.py hands over. native.py calls it, and says what each loop computes. Arrays
+   are dense and in storage order; eight elements share a byte of bits, the first in the lowest. */
 
 #define Py_LIMITED_API 0x030b0000
 #define PY_SSIZE_T_CLEAN
