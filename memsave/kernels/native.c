@@ -553,6 +553,9 @@ static size number_of(PyObject *function) {
     return number;
 }
 
+/* Of torch's, as many as in_threads can use; -1 with an error. */
+static size threads_for(size elements) { return elements > GRAIN ? number_of(torch.threads) : 1; }
+
 static int is_dense(const DLTensor *x) {
     size expected = 1, place = x->ndim;
     while (place-- && (x->shape[place] == 1 || x->strides[place] == expected))
@@ -664,7 +667,7 @@ enum { NEW = 0, INPLACE = 1, NONE = -1 };
 
 /* The output: a new tensor, or x, overwritten or not; NULL with an error. */
 static PyObject *end(Pass *pass, PyObject *x, int output) {
-    const size threads = pass->elements > GRAIN ? number_of(torch.threads) : 1;
+    const size threads = threads_for(pass->elements);
     if (threads < 0) return NULL;
     PyObject *y = output == NEW ? tensor_of(torch.empty_like, x, &pass->arrays.y) : Py_NewRef(x);
     if (!y) return NULL;
@@ -801,7 +804,7 @@ static PyObject *pool(PyObject *module, PyObject *args) {
     Loop *loop = backwards ? is_double ? unpool_double : unpool_float
                            : is_double ? max_pool_double : max_pool_float;
     const size elements = planes * in[0] * in[1] * in[2] * pool.channels;
-    const size threads = elements > GRAIN ? number_of(torch.threads) : 1;
+    const size threads = threads_for(elements);
     if (threads < 0) return NULL;
     in_threads((Task){loop, &pool, backwards ? planes : planes * out[0] * out[1], 1}, threads, elements);
     Py_RETURN_TRUE;

@@ -60,14 +60,14 @@ def piecewise(
     if name in PIECEWISE:
         return _native.to_bits(PIECEWISE[name], x, None, inplace, low, high)
     op, test = PIECES[name]
-    bits = compare(x, None, *test(low, high))
+    within, *bounds = test(low, high)
+    bits = _native.to_bits(COMPARE[within], x, None, None, *bounds)
     return None if bits is None else (op(x, low, high, inplace), bits)
 
 
-def compare(x: Tensor, like: Like | None, test: str, low: float, high: float) -> Tensor | None:
+def compare(x: Tensor, like: Like, test: str, low: float, high: float) -> Tensor | None:
     """The bits in one pass."""
-    stride = None if like is None else like.stride
-    return _native.to_bits(COMPARE[test], x, stride, None, low, high)
+    return _native.to_bits(COMPARE[test], x, like.stride, None, low, high)
 
 
 def pack(mask: Tensor, like: Like) -> Tensor | None:
