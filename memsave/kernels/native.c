@@ -10,6 +10,9 @@
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
 
 typedef Py_ssize_t size;
 
@@ -30,52 +33,32 @@ typedef struct {
 #define LOOP static
 #endif
 
-/* Elements do not depend on each other, also where y is x. */
-#if defined(__clang__)
-#define EACH _Pragma("clang loop vectorize(assume_safety)")
-#elif defined(__GNUC__)
-#define EACH _Pragma("GCC ivdep")
+/* Elements do not depend on each other, also where y is x; or only in their sums. */
+#if defined(__GNUC__) /* with -fopenmp-simd */
+#define PRAGMA(TEXT) _Pragma(#TEXT)
+#define EACH PRAGMA(omp simd)
+#define SUMMED(A, B) PRAGMA(omp simd reduction(+ : A, B))
 #else
 #define EACH
+#define SUMMED(A, B)
 #endif
 
-/* Eight bytes of 0 or 1 to the bits of a byte, and back to bytes that are 0 or not. */
-
-static inline uint64_t little_endian(uint64_t eight) {
-#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
-    return __builtin_bswap64(eight);
-#else
-    return eight;
-#endif
-}
-
-static inline void gather(const uint8_t *flags, uint8_t *byte) {
-    uint64_t eight;
-    memcpy(&eight, flags, 8);
-    *byte = (uint8_t)(little_endian(eight) * 0x0102040810204080u >> 56);
-}
-
-static inline void spread(const uint8_t *byte, uint8_t *flags) {
-    const uint64_t eight = little_endian(*byte * 0x0101010101010101u & 0x8040201008040201u);
-    memcpy(flags, &eight, 8);
-}
-
-/* For 64 elements at a time, from j = i on: the compiler takes them together. */
-#define IN_BLOCKS(ELEMENT, BEFORE, AFTER)                                                \
-    for (size i = start; i < end; i += 64) {                                            \
-        uint8_t flags[64] = {0}, *bytes = arrays->bits + i / 8;                         \
-        const size rest = end - i;                                                      \
-        if (rest >= 64) {                                                               \
-            for (size k = 0; k < 8; k++) BEFORE;                                        \
-            EACH for (size j = i; j < i + 64; j++) ELEMENT                              \
-            for (size k = 0; k < 8; k++) AFTER;                                         \
-        } else {                                                                        \
-            for (size k = 0; 8 * k < rest; k++) BEFORE;                                 \
-            for (size j = i; j < end; j++) ELEMENT                                      \
-            for (size k = 0; 8 * k < rest; k++) AFTER;                                  \
-        }                                                                               \
+/* 64 bytes that are 0 or 255 to as many bits. */
+static inline void gather(const uint8_t *flags, uint8_t *bytes) {
+#if defined(__SSE2__)
+    for (size k = 0; k < 4; k++) {
+        const __m128i some = _mm_loadu_si128((const __m128i *)flags + k);
+        const uint16_t bits = (uint16_t)_mm_movemask_epi8(some);
+        memcpy(bytes + 2 * k, &bits, 2);
     }
-#define NOTHING (void)0
+#else
+    for (size k = 0; k < 8; k++) {
+        uint8_t byte = 0;
+        for (size j = 0; j < 8; j++) byte |= flags[8 * k + j] & 1 << j;
+        bytes[k] = byte;
+    }
+#endif
+}
 
 #define ARRAYS(T)                                                                       \
     const Arrays *arrays = work;                                                        \
@@ -84,23 +67,51 @@ static inline void spread(const uint8_t *byte, uint8_t *flags) {
     T *y = arrays->y;                                                                   \
     (void)y, (void)a, (void)b
 
-/* From x to bits: DO, of the element v = x[j], says `flag`, and may say y[j]. */
+/* From x to bits: DO, of the element v = x[j], says `flag`, and may say y[j]. (The compiler takes 64
+   elements together, and 8 below.) */
 #define TO_BITS(NAME, T, DO)                                                            \
     LOOP void NAME(const void *work, size start, size end, size thread) {               \
         ARRAYS(T);                                                                      \
-        IN_BLOCKS({ const T v = x[j]; uint8_t flag; DO; flags[j - i] = flag; },         \
-                  NOTHING, gather(flags + 8 * k, bytes + k))                            \
+        size i = start;                                                                 \
+        for (uint8_t flags[64]; end - i >= 64; i += 64) {                               \
+            EACH for (size j = i; j < i + 64; j++) FLAG(T, DO)                          \
+            gather(flags, arrays->bits + i / 8);                                        \
+        }                                                                               \
+        if (i == end) return;                                                           \
+        uint8_t flags[64] = {0}, bytes[8];                                              \
+        for (size j = i; j < end; j++) FLAG(T, DO)                                      \
+        gather(flags, bytes);                                                           \
+        memcpy(arrays->bits + i / 8, bytes, (size_t)(end - i + 7) / 8);                 \
+    }
+#define FLAG(T, DO)                                                                     \
+    {                                                                                   \
+        const T v = x[j];                                                               \
+        uint8_t flag;                                                                   \
+        DO;                                                                             \
+        flags[j - i] = (uint8_t)-flag;                                                  \
     }
 
-/* From x and bits to y: y[j] = VALUE, of the element v = x[j] and its flag. */
-#define FROM_BITS(NAME, T, VALUE)                                                       \
+/* From x and bits to y: y[j] = VALUE, of the element v = x[j] and its flag, an integer as large. */
+#define FROM_BITS(NAME, T, FLAG_T, VALUE)                                               \
     LOOP void NAME(const void *work, size start, size end, size thread) {               \
         ARRAYS(T);                                                                      \
-        IN_BLOCKS({ const T v = x[j]; const uint8_t flag = flags[j - i]; y[j] = (T)(VALUE); }, \
-                  spread(bytes + k, flags + 8 * k), NOTHING)                            \
+        static const FLAG_T EIGHT[8] = {1, 2, 4, 8, 16, 32, 64, 128};                   \
+        for (size i = start; i < end; i += 8) {                                         \
+            const FLAG_T byte = arrays->bits[i / 8];                                    \
+            if (end - i >= 8)                                                           \
+                EACH for (size k = 0; k < 8; k++) OF_FLAG(T, FLAG_T, VALUE)             \
+            else                                                                        \
+                for (size k = 0; k < end - i; k++) OF_FLAG(T, FLAG_T, VALUE)            \
+        }                                                                               \
+    }
+#define OF_FLAG(T, FLAG_T, VALUE)                                                       \
+    {                                                                                   \
+        const T v = x[i + k];                                                           \
+        const FLAG_T flag = byte & EIGHT[k];                                            \
+        y[i + k] = (T)(VALUE);                                                          \
     }
 
-#define OF_FLOATS(T)                                                                \
+#define OF_FLOATS(T, FLAG_T)                                                                \
     TO_BITS(relu_##T, T, flag = !(v <= 0); y[j] = v < 0 ? 0 : v)                    \
     TO_BITS(leaky_relu_##T, T, flag = v > 0; y[j] = v > 0 ? v : v * a)                  \
     TO_BITS(hardtanh_##T, T, flag = !(v <= a) & !(v >= b); const T w = v < a ? a : v;   \
@@ -113,10 +124,10 @@ static inline void spread(const uint8_t *byte, uint8_t *flags) {
     TO_BITS(within_##T, T, flag = (v > a) & (v < b))                                    \
     TO_BITS(not_outside_##T, T, flag = !((v <= a) | (v >= b)))                          \
     TO_BITS(not_inside_##T, T, flag = !((v >= a) & (v <= b)))                           \
-    FROM_BITS(scale_##T, T, v * (flag ? a : b))                                         \
-    FROM_BITS(part_##T, T, flag ? v * a : 0)
-OF_FLOATS(float)
-OF_FLOATS(double)
+    FROM_BITS(scale_##T, T, FLAG_T, v * (flag ? a : b))                                         \
+    FROM_BITS(part_##T, T, FLAG_T, flag ? v * a : 0)
+OF_FLOATS(float, uint32_t)
+OF_FLOATS(double, uint64_t)
 
 /* bfloat16 and float16 as integers. */
 #define RELU_OF_HALF(NAME, INFINITE)                                                    \
@@ -128,7 +139,7 @@ RELU_OF_HALF(relu_float16, 0x7c00)
 
 TO_BITS(nonzero, uint8_t, flag = v != 0)
 
-#define OF_INTEGERS(T) FROM_BITS(select_##T, T, flag ? v : 0)
+#define OF_INTEGERS(T) FROM_BITS(select_##T, T, u##T, flag ? v : 0)
 OF_INTEGERS(int8_t)
 OF_INTEGERS(int16_t)
 OF_INTEGERS(int32_t)
@@ -232,12 +243,6 @@ static inline uint16_t to_bfloat16(float value) {
                 normalized[k] = shifted * (inverse ? inverse[first + k] : 1);           \
             }                                                                           \
     }
-#if defined(__GNUC__) /* with -fopenmp-simd */
-#define PRAGMA(TEXT) _Pragma(#TEXT)
-#define SUMMED(A, B) PRAGMA(omp simd reduction(+ : A, B))
-#else
-#define SUMMED(A, B)
-#endif
 enum { BLOCK_OF_ROW = 2048 };
 NORM(norm_float, float, float, , )
 NORM(norm_double, double, double, , )
