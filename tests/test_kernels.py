@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch._vmap_internals import _vmap
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import memsave
 from memsave import functional, kernels
 from memsave.kernels import pack, reference, unpack
 from memsave.kernels.reference import Like, Rows, Windows
@@ -671,6 +672,122 @@ def test_norm(
                 torch.testing.assert_close(grad, expected[name], rtol=tolerance, atol=tolerance)
                 if dtype == torch.bfloat16:  # rounded the same way
                     assert (grad == expected[name]).double().mean() > 0.9
+
+
+class BatchNormed(NamedTuple):
+    """What batch norm of train mode is given: arguments of the kernel, and a gradient of ``y``."""
+
+    x: Tensor
+    vectors: list[Tensor | None]
+    g: Tensor
+
+
+@pytest.fixture
+def batch_normed(
+    native: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    absent: set[int],
+) -> BatchNormed:
+    """The loop takes any size here. One channel has no variance."""
+    monkeypatch.setattr(native, "LEAST_ELEMENTS", 1)
+    monkeypatch.setattr(native, "LEAST_PLACES", 1)
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.rand(shape, generator=generator, dtype=dtype) + 0.5
+
+    x, g = draw(*shape), draw(*shape) - 1
+    x[:, 0] = 0.7
+    return BatchNormed(x, [None if k in absent else draw(shape[1]) for k in range(4)], g)
+
+
+#: Channels that are no multiple of those that the loop takes together, more places than a block
+#: has, single ones, and work for several threads.
+PLANES = [(4, 1, 1), (2, 3, 5, 7), (3, 10, 300), (2, 7, 3, 5, 2), (8, 66, 20, 20)]
+
+
+@pytest.mark.parametrize("absent", [set(), {0, 1}, {2, 3}, {3}, {0, 1, 2, 3}], ids=str)
+@pytest.mark.parametrize("shape", PLANES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize(("momentum", "eps"), [(0.1, 1e-5), (1.0, 0.0)])
+def test_batch_norm(native: Any, batch_normed: BatchNormed, momentum: float, eps: float) -> None:
+    """As torch's: outputs, statistics and running ones to an ulp, gradients to rounding."""
+    x, vectors, g = batch_normed
+    running, (weight, bias) = vectors[:2], vectors[2:]
+    expected_running = [None if t is None else t.clone() for t in running]
+    y, mean, rstd = native.batch_norm(x, *vectors, momentum, eps)
+    expected = torch.native_batch_norm(x, weight, bias, *expected_running, True, momentum, eps)
+    ulp = 2 * torch.finfo(x.dtype).eps
+    for actual, like in zip((y, mean, rstd, *running), (*expected, *expected_running), strict=True):
+        if actual is not None and like is not None:
+            torch.testing.assert_close(actual, like, rtol=ulp, atol=4 * ulp, check_stride=True)
+    assert all(t is None or t._version == 0 for t in running)  # as torch's
+    if eps:
+        wrt = frozenset({"x", "weight", "bias"})
+        ones = torch.ones_like(mean) if weight is None else weight
+        like = torch.ops.aten.native_batch_norm_backward(
+            g, x, ones, None, None, mean, rstd, True, eps, [True] * 3
+        )
+        all_grads = dict(zip(("x", "weight", "bias"), like, strict=True))
+        for wanted in (wrt, {"x"}, {"weight"}, {"weight", "bias"}):
+            grads = native.batch_norm_backward(g, x, mean, rstd, weight, wanted)
+            assert grads.keys() == wanted
+            for name in wanted:
+                scale = all_grads[name].abs().max().item()
+                torch.testing.assert_close(
+                    grads[name], all_grads[name], rtol=0, atol=64 * ulp * max(scale, 1)
+                )
+
+
+@pytest.mark.parametrize("absent", [set()])
+@pytest.mark.parametrize("shape", [(2, 4, 6, 8)])
+@pytest.mark.parametrize("dtype", [torch.float64])
+def test_batch_norm_modules_with_the_kernel(native: Any, batch_normed: BatchNormed) -> None:
+    """Whatever is wanted, and twice: outputs, gradients and their gradients are stock's."""
+    found = []
+
+    def run(module: torch.nn.Module, wanted: tuple[str, ...]) -> list[Tensor]:
+        module = module.double()
+        tensors = {"x": batch_normed.x.clone(), **dict(module.named_parameters())}
+        for name, tensor in tensors.items():
+            tensor.requires_grad_(name in wanted)
+        y = module(tensors["x"])
+        found.append(type(y.grad_fn).__name__)
+        leaves = [tensors[name] for name in wanted]
+        once = torch.autograd.grad(y, leaves, batch_normed.g, retain_graph=True)
+        g = batch_normed.g.clone().requires_grad_()
+        grads = torch.autograd.grad(y, leaves, g, create_graph=True)
+        total = sum(grad.square().sum() for grad in grads)
+        twice = torch.autograd.grad(total, [*leaves, g], materialize_grads=True)
+        return [y, *once, *grads, *twice, *module.buffers()]
+
+    for wanted in (("x",), ("weight",), ("x", "weight"), ("x", "weight", "bias")):
+        expected = run(torch.nn.BatchNorm2d(4), wanted)
+        torch.testing.assert_close(run(memsave.nn.BatchNorm2d(4), wanted), expected)
+    assert set(found) == {"NativeBatchNormBackward0", "MemsaveBatchNormTrainBackward"}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: x.to(memory_format=torch.channels_last),
+        lambda x: x.bfloat16(),
+        lambda x: x.transpose(2, 3),
+        lambda x: x[:, :, 0, 0],
+        lambda x: x.to("meta"),
+    ],
+)
+def test_batch_norm_that_the_loop_is_not_for(native: Any, change: Any) -> None:
+    x = torch.randn(8, 16, 32, 32)
+    assert native.beats_batch_norm(x)
+    assert not native.beats_batch_norm(x[:, :, :1, :1].contiguous())  # few elements
+    assert not native.beats_batch_norm(change(x))
+    assert native.batch_norm(change(x), None, None, None, None, 0.1, 1e-5) is None
+    assert native.batch_norm(x, torch.ones(16), None, None, None, 0.1, 1e-5) is None
+    for vector in (torch.ones(15), torch.ones(16, 1), torch.ones(16).double(), torch.ones(32)[::2]):
+        assert native.batch_norm(x, None, None, vector, None, 0.1, 1e-5) is None
 
 
 @pytest.mark.parametrize("kept", ["x", "y"])

@@ -50,7 +50,14 @@ are_arrays: Callable[..., bool] = next(
     (one.are_arrays for one in IMPLEMENTATIONS if hasattr(one, "are_arrays")),
     lambda *tensors: False,
 )
+#: ``beats_batch_norm(x)``: whether there is a faster ``batch_norm`` than torch's for such an input.
+beats_batch_norm: Callable[[Any], bool] = next(
+    (one.beats_batch_norm for one in IMPLEMENTATIONS if hasattr(one, "beats_batch_norm")),
+    lambda x: False,
+)
 relu = _fastest("relu")
+batch_norm = _fastest("batch_norm")
+batch_norm_backward = _fastest("batch_norm_backward")
 compare = _fastest("compare")
 max_pool = _fastest("max_pool")
 norm = _fastest("norm")
@@ -62,6 +69,8 @@ piecewise = _fastest("piecewise")
 unpack = reference.unpack
 
 __all__ = [
+    "batch_norm",
+    "batch_norm_backward",
     "compare",
     "max_pool",
     "norm",

@@ -19,6 +19,8 @@ typedef Py_ssize_t size;
 /* What some of the work is, from start to end, and by which thread. */
 typedef void Loop(const void *work, size start, size end, size thread);
 
+static inline size at_most(size a, size b) { return a < b ? a : b; }
+
 typedef struct {
     const void *x;
     void *y;
@@ -287,6 +289,128 @@ NORM(norm_bfloat16, float, uint16_t, of_bfloat16, to_bfloat16) /* parameters and
 GROUP_NORM(group_norm_float, float)
 GROUP_NORM(group_norm_double, double)
 
+/* Batch normalization of several places per channel, forwards. Sums are those of torch, in its order,
+   so that y is the same; but of some channels at once, as each addition waits for the one before. */
+
+typedef struct {
+    const void *x, *weight, *bias; /* or NULL, the last two */
+    void *y, *mean, *squares, *running_mean, *running_var; /* or NULL, the last two */
+    size batch, channels, places;
+    double momentum, eps;
+} BatchNorm;
+
+/* Of TERM, an expression of `value`, that is VALUE, of the element v of lane l. */
+#define SUM_OF_CHANNELS(T, VALUE, TERM)                                                       \
+    for (size l = 0; l < LANES; l++) sum[l] = 0;                                        \
+    for (size n = 0; n < norm->batch; n++)                                              \
+        for (size i = 0; i < places; i += BLOCK_OF_PLACES) {                            \
+            double block[LANES][BLOCK_OF_PLACES];                                       \
+            const size count = at_most(places - i, BLOCK_OF_PLACES);                    \
+            for (size l = 0; l < LANES; l++) {                                          \
+                const T *x = (const T *)norm->x + (n * channels + channel[l]) * places + i; \
+                EACH for (size k = 0; k < count; k++) {                                 \
+                    const T v = x[k];                                                   \
+                    block[l][k] = VALUE;                                                \
+                }                                                                       \
+            }                                                                           \
+            for (size k = 0; k < count; k++)                                            \
+                for (size l = 0; l < LANES; l++) {                                      \
+                    const double value = block[l][k];                                   \
+                    sum[l] += TERM;                                                     \
+                }                                                                       \
+        }
+
+/* Of LANES channels at a time, of which the last ones may be the same. A SQUARE is that of the value,
+   or taken where it is added: of as many bits as torch does. */
+#define BATCH_NORM(T, SQUARE, ADDED)                                                    \
+    LOOP void batch_norm_##T(const void *work, size start, size end, size thread) {     \
+        const BatchNorm *norm = work;                                                   \
+        const size channels = norm->channels, places = norm->places;                    \
+        const T *weight = norm->weight, *bias = norm->bias, total = (T)(norm->batch * places); \
+        (void)thread;                                                                   \
+        for (size first = start * LANES; first < at_most(end * LANES, channels); first += LANES) { \
+            const size lanes = at_most(channels - first, LANES);                        \
+            size channel[LANES];                                                        \
+            double sum[LANES];                                                          \
+            T center[LANES];                                                            \
+            for (size l = 0; l < LANES; l++) channel[l] = first + at_most(l, lanes - 1); \
+            SUM_OF_CHANNELS(T, v, value)                                                \
+            for (size l = 0; l < LANES; l++)                                            \
+                center[l] = (T)(sum[l] / (double)(norm->batch * places));               \
+            SUM_OF_CHANNELS(T, SQUARE(v - center[l]), ADDED(value))                     \
+            for (size l = 0; l < lanes; l++) {                                          \
+                const size c = channel[l];                                              \
+                const T squares = (T)sum[l];                                            \
+                ((T *)norm->mean)[c] = center[l], ((T *)norm->squares)[c] = squares;    \
+                const T slope = RSTD(T, squares / total) * (weight ? weight[c] : 1);    \
+                const T shift = (bias ? bias[c] : 0) - center[l] * slope;               \
+                for (size n = 0; n < norm->batch; n++) {                                \
+                    const T *x = (const T *)norm->x + (n * channels + c) * places;      \
+                    T *y = (T *)norm->y + (n * channels + c) * places;                  \
+                    EACH for (size k = 0; k < places; k++) y[k] = x[k] * slope + shift; \
+                }                                                                       \
+            }                                                                           \
+        }                                                                               \
+    }                                                                                   \
+    /* Not for the instruction sets that round once what torch rounds twice here. */    \
+    static void end_batch_norm_##T(const BatchNorm *norm) {                             \
+        const size total = norm->batch * norm->places;                                  \
+        const T new = (T)norm->momentum, old = 1 - new;                                 \
+        T *mean = norm->running_mean, *var = norm->running_var, *squares = norm->squares; \
+        for (size c = 0; c < norm->channels; c++) {                                     \
+            const double unbiased = squares[c] / (T)(total - 1);                        \
+            if (mean) mean[c] = new * ((T *)norm->mean)[c] + old * mean[c];             \
+            if (var) var[c] = (T)(new * unbiased + old * var[c]);                       \
+            squares[c] = RSTD(T, squares[c] / (T)total);                                \
+        }                                                                               \
+    }
+#define RSTD(T, VAR) ((VAR) != 0 || norm->eps != 0 ? (T)(1 / sqrt((double)(VAR) + norm->eps)) : 0)
+#define SQUARE_OF(VALUE) (VALUE) * (VALUE)
+#define SAME(VALUE) (VALUE)
+enum { LANES = 4, BLOCK_OF_PLACES = 128 };
+BATCH_NORM(float, SQUARE_OF, SAME)
+BATCH_NORM(double, SAME, SQUARE_OF)
+
+typedef struct {
+    const void *g, *x, *mean, *rstd, *weight; /* or NULL, the last */
+    void *dx, *dweight, *dbias;               /* or NULL */
+    size batch, channels, places;
+} BatchNormBackward;
+
+/* Backwards, of one channel after the other. */
+#define BATCH_NORM_BACKWARD(T)                                                          \
+    LOOP void batch_norm_backward_##T(const void *work, size start, size end, size thread) { \
+        const BatchNormBackward *norm = work;                                           \
+        const size places = norm->places, step = norm->channels * places;               \
+        const T *weight = norm->weight, total = (T)(norm->batch * places);              \
+        T *dweight = norm->dweight, *dbias = norm->dbias;                               \
+        (void)thread;                                                                   \
+        for (size c = start; c < end; c++) {                                            \
+            const T *g = (const T *)norm->g + c * places, *x = (const T *)norm->x + c * places; \
+            T *dx = norm->dx ? (T *)norm->dx + c * places : NULL;                       \
+            const T mean = ((const T *)norm->mean)[c], rstd = ((const T *)norm->rstd)[c]; \
+            double along = 0, sum = 0;                                                  \
+            for (size n = 0; n < norm->batch; n++) {                                    \
+                T with_x = 0, alone = 0;                                                \
+                SUMMED(with_x, alone) for (size k = n * step; k < n * step + places; k++) { \
+                    with_x += (x[k] - mean) * g[k];                                     \
+                    alone += g[k];                                                      \
+                }                                                                       \
+                along += with_x, sum += alone;                                          \
+            }                                                                           \
+            if (dweight) dweight[c] = (T)(along * rstd);                                \
+            if (dbias) dbias[c] = (T)sum;                                               \
+            if (!dx) continue;                                                          \
+            const T slope = (T)along * rstd * rstd / total, shift = (T)sum / total;     \
+            const T scale = rstd * (weight ? weight[c] : 1);                            \
+            for (size n = 0; n < norm->batch; n++)                                      \
+                EACH for (size k = n * step; k < n * step + places; k++)                \
+                    dx[k] = (g[k] - shift - (x[k] - mean) * slope) * scale;             \
+        }                                                                               \
+    }
+BATCH_NORM_BACKWARD(float)
+BATCH_NORM_BACKWARD(double)
+
 /* Max pooling over three spatial axes, where those that are missing have size 1. Several `channels`
    lie beside each other where they are stored last. An offset is an index in the window. */
 
@@ -299,8 +423,6 @@ typedef struct {
     size channels, in[3], out[3], kernel[3], stride[3], padding[3], dilation[3];
     size moves[LARGEST_WINDOW]; /* backwards: from the start of a window to each of its places */
 } Pool;
-
-static inline size at_most(size a, size b) { return a < b ? a : b; }
 
 /* How many steps from `start` to the first place that is not before `place`. */
 static inline size steps(size start, size place, size step) {
@@ -777,6 +899,63 @@ static PyObject *norm(PyObject *module, PyObject *args) {
     Py_RETURN_TRUE;
 }
 
+/* Whether all that are there are of one dtype, float or double, and those from `first` on vectors. */
+static int are_alike(const DLTensor *arrays, const void **data, size count, size first, size length) {
+    for (size k = 0; k < count; k++)
+        if (data[k] && (arrays[k].code != FLOAT || arrays[k].bits != arrays[0].bits ||
+                        (k >= first && (arrays[k].ndim != 1 || arrays[k].shape[0] != length))))
+            return 0;
+    return arrays[0].bits == 32 || arrays[0].bits == 64;
+}
+
+static PyObject *batch_norm(PyObject *module, PyObject *args) {
+    enum { X, Y, MEAN, RSTD, RUNNING_MEAN, RUNNING_VAR, WEIGHT, BIAS, ALL };
+    BatchNorm norm;
+    PyObject *tensors[ALL];
+    DLTensor arrays[ALL];
+    const void *data[ALL];
+    if (!PyArg_ParseTuple(args, "(nnn)OOOOOOOOdd:batch_norm", &norm.batch, &norm.channels,
+                          &norm.places, &tensors[X], &tensors[Y], &tensors[MEAN], &tensors[RSTD],
+                          &tensors[RUNNING_MEAN], &tensors[RUNNING_VAR], &tensors[WEIGHT],
+                          &tensors[BIAS], &norm.momentum, &norm.eps))
+        return NULL;
+    const int can = look_at_all(tensors, arrays, data, ALL);
+    const size elements = norm.batch * norm.channels * norm.places, threads = threads_for(elements);
+    if (can < 0 || threads < 0) return NULL;
+    if (!can || !are_alike(arrays, data, ALL, MEAN, norm.channels)) Py_RETURN_FALSE;
+    norm.x = data[X], norm.y = (void *)data[Y];
+    norm.mean = (void *)data[MEAN], norm.squares = (void *)data[RSTD];
+    norm.running_mean = (void *)data[RUNNING_MEAN], norm.running_var = (void *)data[RUNNING_VAR];
+    norm.weight = data[WEIGHT], norm.bias = data[BIAS];
+    const int is_double = arrays[X].bits == 64;
+    in_threads((Task){is_double ? batch_norm_double : batch_norm_float, &norm,
+                      (norm.channels + LANES - 1) / LANES, 1}, threads, elements);
+    (is_double ? end_batch_norm_double : end_batch_norm_float)(&norm);
+    Py_RETURN_TRUE; /* (torch does not count it either as a version of the running statistics) */
+}
+
+static PyObject *batch_norm_backward(PyObject *module, PyObject *args) {
+    enum { G, X, DX, MEAN, RSTD, WEIGHT, DWEIGHT, DBIAS, ALL };
+    BatchNormBackward norm;
+    PyObject *tensors[ALL];
+    DLTensor arrays[ALL];
+    const void *data[ALL];
+    if (!PyArg_ParseTuple(args, "(nnn)OOOOOOOO:batch_norm_backward", &norm.batch, &norm.channels,
+                          &norm.places, &tensors[G], &tensors[X], &tensors[DX], &tensors[MEAN],
+                          &tensors[RSTD], &tensors[WEIGHT], &tensors[DWEIGHT], &tensors[DBIAS]))
+        return NULL;
+    const int can = look_at_all(tensors, arrays, data, ALL);
+    const size elements = norm.batch * norm.channels * norm.places, threads = threads_for(elements);
+    if (can < 0 || threads < 0) return NULL;
+    if (!can || !are_alike(arrays, data, ALL, MEAN, norm.channels)) Py_RETURN_FALSE;
+    norm.g = data[G], norm.x = data[X], norm.dx = (void *)data[DX];
+    norm.mean = data[MEAN], norm.rstd = data[RSTD], norm.weight = data[WEIGHT];
+    norm.dweight = (void *)data[DWEIGHT], norm.dbias = (void *)data[DBIAS];
+    in_threads((Task){arrays[G].bits == 64 ? batch_norm_backward_double : batch_norm_backward_float,
+                      &norm, norm.channels, 1}, threads, elements);
+    Py_RETURN_TRUE;
+}
+
 static PyObject *pool(PyObject *module, PyObject *args) {
     enum { X, Y, OFFSETS, ALL };
     int backwards;
@@ -834,6 +1013,12 @@ static PyMethodDef methods[] = {
      "norm(loop, rows, (features, groups, places), threads, (g, kept), (mean, rstd, weight, bias, "
      "inverse), (dx, dweight, dbias), shift, from_y, centered), where inverse is that of the weight, "
      "for rows from y: whether the loop is for such tensors, which are contiguous, or None"},
+    {"batch_norm", batch_norm, METH_VARARGS,
+     "batch_norm((batch, channels, places), x, y, mean, rstd, running_mean, running_var, weight, bias, "
+     "momentum, eps): whether the loop is for such tensors, which are contiguous, or None"},
+    {"batch_norm_backward", batch_norm_backward, METH_VARARGS,
+     "batch_norm_backward((batch, channels, places), g, x, dx, mean, rstd, weight, dweight, dbias): "
+     "as batch_norm"},
     {"pool", pool, METH_VARARGS,
      "pool(backwards, planes, channels, x, y, offsets, in, out, kernel, stride, padding, dilation), "
      "where sizes have three values: whether the loop is for such tensors"},

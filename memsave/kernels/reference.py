@@ -158,6 +158,28 @@ def norm(rows: Rows, wrt: frozenset[str]) -> dict[str, Tensor] | None:
     return None
 
 
+def batch_norm(
+    x: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    momentum: float,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """The output of batch normalization in train mode, mean and reciprocal standard deviation of
+    each channel; updates the running statistics. Here ``None``: stock's op is at hand.
+    """
+    return None
+
+
+def batch_norm_backward(
+    g: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, wrt: frozenset[str]
+) -> dict[str, Tensor] | None:
+    """Its gradients of ``x``, ``weight`` and ``bias``; here ``None``, too."""
+    return None
+
+
 class Windows(NamedTuple):
     """The windows of max pooling: one value per spatial axis throughout.
 

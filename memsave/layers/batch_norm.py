@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .. import spec
-from ..function import Grads, Mask, Saved, Shapes, define, stock_suffices
+from .. import kernels, spec
+from ..function import Grads, Mask, Saved, Shapes, define, is_final, stock_suffices
 from .module import drop_in
 
 
@@ -43,6 +43,9 @@ def _fwd_train(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     if x.ndim < 2 or x.shape[0] * x.shape[2:].numel() == 1:
         return _primal_train(x, *args, momentum=momentum, eps=eps), {}  # raises stock's error
+    if (made := kernels.batch_norm(x, *args, momentum, eps)) is not None:
+        y, mean, rstd = made
+        return y, {"mean": mean, "rstd": rstd}
     running_mean, running_var, weight, bias = args
     # The op inside torch.batch_norm, which also returns the statistics.
     y, mean, rstd, *_ = torch.ops.aten._batch_norm_impl_index(
@@ -107,7 +110,12 @@ def _bwd_train(
         return _zeros(g, wrt, shapes)
     if wrt == {"bias"}:
         return {"bias": _bias_gradient(g, shapes)}
-    weight = weight_or_ones(saved["weight"] if "x" in wrt else None, g, shapes)
+    weight = saved["weight"] if "x" in wrt else None
+    if is_final(g):
+        residuals = (saved["x"], saved["mean"], saved["rstd"], weight)
+        if (made := kernels.batch_norm_backward(g, *residuals, wrt)) is not None:
+            return made
+    weight = weight_or_ones(weight, g, shapes)
     mask = [name in wrt for name in ("x", "weight", "bias")]
     # Stock's op: its own derivative accounts for mean and rstd being functions of x.
     dx, dweight, dbias = torch.ops.aten.native_batch_norm_backward(
@@ -185,7 +193,8 @@ def _stock_suffices(training: bool, input: Tensor, weight: Tensor | None) -> boo
     if weight is None or not input.is_cpu:
         return False
     # Not training, the gradient of the input reads none of it.
-    return (training or weight.requires_grad) and stock_suffices(input, weight)
+    suffices = (training or weight.requires_grad) and stock_suffices(input, weight)
+    return suffices and not (training and kernels.beats_batch_norm(input))
 
 
 @drop_in(spec.BATCH_NORM_EVAL, spec.BATCH_NORM_TRAIN)
