@@ -43,16 +43,32 @@ def _fwd_train(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     if x.ndim < 2 or x.shape[0] * x.shape[2:].numel() == 1:
         return _primal_train(x, *args, momentum=momentum, eps=eps), {}  # raises stock's error
-    if (made := kernels.batch_norm(x, *args, momentum, eps)) is not None:
-        y, mean, rstd = made
-        return y, {"mean": mean, "rstd": rstd}
-    running_mean, running_var, weight, bias = args
-    # The op inside torch.batch_norm, which also returns the statistics.
-    y, mean, rstd, *_ = torch.ops.aten._batch_norm_impl_index(
-        x, weight, bias, running_mean, running_var, True, momentum, eps,
-        torch.backends.cudnn.enabled,
-    )  # fmt: skip
+    y, mean, rstd = by_batch(x, *args, momentum=momentum, eps=eps)
     return y, {"mean": mean, "rstd": rstd}
+
+
+def by_batch(
+    x: Tensor, *vectors: Tensor | None, momentum: float, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The output, and the statistics that it is normalized by; updates the running ones.
+
+    ``vectors`` are these, weight and bias.
+    """
+    if (made := kernels.batch_norm(x, *vectors, momentum, eps)) is not None:
+        return made
+    running_mean, running_var, weight, bias = vectors
+    # The op inside torch.batch_norm, which also returns the statistics.
+    return torch.ops.aten._batch_norm_impl_index(
+        x,
+        weight,
+        bias,
+        running_mean,
+        running_var,
+        True,
+        momentum,
+        eps,
+        torch.backends.cudnn.enabled,
+    )[:3]
 
 
 def _bias_gradient(g: Tensor, shapes: Shapes) -> Tensor:

@@ -33,7 +33,7 @@ from ..function import (
 )
 from ..kernels.memory import FORMATS
 from ..kernels.reference import Rows
-from .batch_norm import batch_norm, weight_or_ones, wide_dtype
+from .batch_norm import batch_norm, by_batch, weight_or_ones, wide_dtype
 from .module import drop_in
 from .shape import in_format
 
@@ -414,11 +414,9 @@ def _instance_fwd(
         return y, {"mean": empty, "rstd": empty.clone()}
     # As torch does it: batch normalization of one example that has all channels.
     n = x.shape[0]
-    mean, var, weight, bias = (None if v is None else v.repeat(n) for v in args)
-    y, *statistics = torch.ops.aten._batch_norm_impl_index(
-        _as_one(x), weight, bias, mean, var, True, momentum, eps, torch.backends.cudnn.enabled
-    )[:3]
-    for running, updated in ((running_mean, mean), (running_var, var)):
+    each = [None if v is None else v.repeat(n) for v in args]
+    y, *statistics = by_batch(_as_one(x), *each, momentum=momentum, eps=eps)
+    for running, updated in zip(args[:2], each[:2], strict=True):
         if running is not None and updated is not None:
             running.copy_(updated.view(n, -1).mean(0))
     extras = {"mean": statistics[0].view(n, -1), "rstd": statistics[1].view(n, -1)}
@@ -738,7 +736,8 @@ def _apply_instance_norm(self: Any, input: Tensor) -> Tensor:
     weight, running_mean = self.weight, self.running_mean
     # Of another layout the stock op keeps a copy, and of vectors one for each example.
     as_it_is = weight is None and running_mean is None and input.is_contiguous()
-    function = F.instance_norm if as_it_is and stock_suffices(input) else instance_norm
+    suffices = as_it_is and stock_suffices(input) and not kernels.beats_batch_norm(input)
+    function = F.instance_norm if suffices else instance_norm
     return function(
         input,
         running_mean,
