@@ -113,8 +113,8 @@ static inline void gather(const uint8_t *flags, uint8_t *bytes) {
         y[i + k] = (T)(VALUE);                                                          \
     }
 
-#define OF_FLOATS(T, FLAG_T)                                                                \
-    TO_BITS(relu_##T, T, flag = !(v <= 0); y[j] = v < 0 ? 0 : v)                    \
+#define OF_FLOATS(T, FLAG_T)                                                            \
+    TO_BITS(relu_##T, T, flag = !(v <= 0); y[j] = v < 0 ? 0 : v)                        \
     TO_BITS(leaky_relu_##T, T, flag = v > 0; y[j] = v > 0 ? v : v * a)                  \
     TO_BITS(hardtanh_##T, T, flag = !(v <= a) & !(v >= b); const T w = v < a ? a : v;   \
             y[j] = w > b ? b : w)                                                       \
@@ -122,11 +122,11 @@ static inline void gather(const uint8_t *flags, uint8_t *bytes) {
     TO_BITS(hardshrink_##T, T, flag = !((v >= a) & (v <= b)); y[j] = (v >= a) & (v <= b) ? 0 : v) \
     TO_BITS(hardsigmoid_##T, T, flag = (v > a) & (v < b); const T w = v - a;            \
             y[j] = (w < 0 ? 0 : w > b - a ? b - a : w) / (b - a))                       \
-    TO_BITS(above_##T, T, flag = v > a)                                             \
+    TO_BITS(above_##T, T, flag = v > a)                                                 \
     TO_BITS(within_##T, T, flag = (v > a) & (v < b))                                    \
     TO_BITS(not_outside_##T, T, flag = !((v <= a) | (v >= b)))                          \
     TO_BITS(not_inside_##T, T, flag = !((v >= a) & (v <= b)))                           \
-    FROM_BITS(scale_##T, T, FLAG_T, v * (flag ? a : b))                                         \
+    FROM_BITS(scale_##T, T, FLAG_T, v * (flag ? a : b))                                 \
     FROM_BITS(part_##T, T, FLAG_T, flag ? v * a : 0)
 OF_FLOATS(float, uint32_t)
 OF_FLOATS(double, uint64_t)
@@ -226,7 +226,7 @@ static inline uint16_t to_bfloat16(float value) {
                 EACH for (size k = 0; k < count; k++) {                                 \
                     const T in = LOAD(g[first + k]);                                    \
                     const T gw = weight ? in * (weight[first + k] + shift) : in;        \
-                    dx[first + k] = STORE((gw - normalized[k] * along - total) * scale);\
+                    dx[first + k] = STORE((gw - normalized[k] * along - total) * scale); \
                 }                                                                       \
             }                                                                           \
         }                                                                               \
@@ -300,7 +300,7 @@ typedef struct {
 } BatchNorm;
 
 /* Of TERM, an expression of `value`, that is VALUE, of the element v of lane l. */
-#define SUM_OF_CHANNELS(T, VALUE, TERM)                                                       \
+#define SUM_OF_CHANNELS(T, VALUE, TERM)                                                 \
     for (size l = 0; l < LANES; l++) sum[l] = 0;                                        \
     for (size n = 0; n < norm->batch; n++)                                              \
         for (size i = 0; i < places; i += BLOCK_OF_PLACES) {                            \
