@@ -780,7 +780,7 @@ def test_batch_norm_modules_with_the_kernel(native: Any, batch_normed: BatchNorm
     ],
 )
 def test_batch_norm_that_the_loop_is_not_for(native: Any, change: Any) -> None:
-    x = torch.randn(8, 16, 32, 32)
+    x = torch.randn(8, 16, 32, 32)  # 131072 elements
     assert native.beats_batch_norm(x)
     assert not native.beats_batch_norm(x[:, :, :1, :1].contiguous())  # few elements
     assert not native.beats_batch_norm(change(x))

@@ -44,17 +44,17 @@ def _fastest(name: str) -> Callable[..., Any]:
     return kernel
 
 
+def _question(name: str) -> Callable[..., bool]:
+    """What the first implementation that has it answers; no, where none does."""
+    answers = [getattr(one, name) for one in IMPLEMENTATIONS if hasattr(one, name)]
+    return answers[0] if answers else lambda *tensors: False
+
+
 #: ``are_arrays(*tensors)``: whether each is surely a plain one, strided and real, or ``None``.
 #: (A look at once, where asking for each property costs more than some kernels.)
-are_arrays: Callable[..., bool] = next(
-    (one.are_arrays for one in IMPLEMENTATIONS if hasattr(one, "are_arrays")),
-    lambda *tensors: False,
-)
-#: ``beats_batch_norm(x)``: whether there is a faster ``batch_norm`` than torch's for such an input.
-beats_batch_norm: Callable[[Any], bool] = next(
-    (one.beats_batch_norm for one in IMPLEMENTATIONS if hasattr(one, "beats_batch_norm")),
-    lambda x: False,
-)
+are_arrays = _question("are_arrays")
+#: ``beats_batch_norm(x)``: whether ``batch_norm`` is faster than torch's for such an input.
+beats_batch_norm = _question("beats_batch_norm")
 relu = _fastest("relu")
 batch_norm = _fastest("batch_norm")
 batch_norm_backward = _fastest("batch_norm_backward")
