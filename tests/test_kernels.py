@@ -786,6 +786,8 @@ def test_batch_norm_that_the_loop_is_not_for(native: Any, change: Any) -> None:
     assert not native.beats_batch_norm(change(x))
     assert native.batch_norm(change(x), None, None, None, None, 0.1, 1e-5) is None
     assert native.batch_norm(x, torch.ones(16), None, None, None, 0.1, 1e-5) is None
+    for g in (x[:4], x.double()):  # not of this x: a hook may have given back another
+        assert native.batch_norm_backward(g, x, *torch.ones(3, 16), {"x"}) is None
     for vector in (torch.ones(15), torch.ones(16, 1), torch.ones(16).double(), torch.ones(32)[::2]):
         assert native.batch_norm(x, None, None, vector, None, 0.1, 1e-5) is None
 
