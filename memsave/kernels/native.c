@@ -10,8 +10,9 @@
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
-#if defined(__SSE2__)
-#include <emmintrin.h>
+
+#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "Bits are read and written as integers whose first byte is the lowest."
 #endif
 
 typedef Py_ssize_t size;
@@ -40,112 +41,117 @@ typedef struct {
 #define PRAGMA(TEXT) _Pragma(#TEXT)
 #define EACH PRAGMA(omp simd)
 #define SUMMED(A, B) PRAGMA(omp simd reduction(+ : A, B))
+#define UNITED(WORD) PRAGMA(omp simd reduction(| : WORD))
 #else
 #define EACH
 #define SUMMED(A, B)
+#define UNITED(WORD)
 #endif
-
-/* 64 bytes that are 0 or 255 to as many bits. */
-static inline void gather(const uint8_t *flags, uint8_t *bytes) {
-#if defined(__SSE2__)
-    for (size k = 0; k < 4; k++) {
-        const __m128i some = _mm_loadu_si128((const __m128i *)flags + k);
-        const uint16_t bits = (uint16_t)_mm_movemask_epi8(some);
-        memcpy(bytes + 2 * k, &bits, 2);
-    }
-#else
-    for (size k = 0; k < 8; k++) {
-        uint8_t byte = 0;
-        for (size j = 0; j < 8; j++) byte |= flags[8 * k + j] & 1 << j;
-        bytes[k] = byte;
-    }
-#endif
-}
 
 #define ARRAYS(T)                                                                       \
     const Arrays *arrays = work;                                                        \
     (void)thread;                                                                       \
     const T *x = arrays->x, a = (T)arrays->a, b = (T)arrays->b;                         \
     T *y = arrays->y;                                                                   \
+    uint8_t *bits = arrays->bits;                                                       \
     (void)y, (void)a, (void)b
 
-/* From x to bits: DO, of the element v = x[j], says `flag`, and may say y[j]. (The compiler takes 64
-   elements together, and 8 below.) */
-#define TO_BITS(NAME, T, DO)                                                            \
+/* The bits of some elements at a time are a WORD: 1 << k of each (which not all vectors can shift). */
+#define EIGHT(K) 1u << K, 2u << K, 4u << K, 8u << K, 16u << K, 32u << K, 64u << K, 128u << K
+static const uint8_t BIT_OF_uint8_t[] = {EIGHT(0)};
+static const uint16_t BIT_OF_uint16_t[] = {EIGHT(0), EIGHT(8)};
+static const uint32_t BIT_OF_uint32_t[] = {EIGHT(0), EIGHT(8), EIGHT(16), EIGHT(24)};
+#define BITS(WORD) (size)(8 * sizeof(WORD))
+
+/* From x to bits: DO, of the element v = x[j], says `flag`, and may say y[j]. */
+#define TO_BITS(NAME, T, WORD, DO)                                                      \
     LOOP void NAME(const void *work, size start, size end, size thread) {               \
         ARRAYS(T);                                                                      \
         size i = start;                                                                 \
-        for (uint8_t flags[64]; end - i >= 64; i += 64) {                               \
-            EACH for (size j = i; j < i + 64; j++) FLAG(T, DO)                          \
-            gather(flags, arrays->bits + i / 8);                                        \
+        for (; end - i >= BITS(WORD); i += BITS(WORD)) {                                \
+            WORD word = 0;                                                              \
+            UNITED(word) for (size k = 0; k < BITS(WORD); k++) TO_BIT(T, WORD, DO)      \
+            memcpy(bits + i / 8, &word, sizeof(WORD));                                  \
         }                                                                               \
-        if (i == end) return;                                                           \
-        uint8_t flags[64] = {0}, bytes[8];                                              \
-        for (size j = i; j < end; j++) FLAG(T, DO)                                      \
-        gather(flags, bytes);                                                           \
-        memcpy(arrays->bits + i / 8, bytes, (size_t)(end - i + 7) / 8);                 \
+        WORD word = 0;                                                                  \
+        for (size k = 0; k < end - i; k++) TO_BIT(T, WORD, DO)                          \
+        memcpy(bits + i / 8, &word, (size_t)(end - i + 7) / 8);                         \
     }
-#define FLAG(T, DO)                                                                     \
+#define TO_BIT(T, WORD, DO)                                                             \
     {                                                                                   \
+        const size j = i + k;                                                           \
         const T v = x[j];                                                               \
-        uint8_t flag;                                                                   \
+        int flag;                                                                       \
         DO;                                                                             \
-        flags[j - i] = (uint8_t)-flag;                                                  \
+        word |= flag ? BIT_OF_##WORD[k] : 0;                                            \
     }
 
-/* From x and bits to y: y[j] = VALUE, of the element v = x[j] and its flag, an integer as large. */
-#define FROM_BITS(NAME, T, FLAG_T, VALUE)                                               \
+/* From x and bits to y: y[j] = VALUE, of the element v = x[j] and its flag. */
+#define FROM_BITS(NAME, T, WORD, VALUE)                                                 \
     LOOP void NAME(const void *work, size start, size end, size thread) {               \
         ARRAYS(T);                                                                      \
-        static const FLAG_T EIGHT[8] = {1, 2, 4, 8, 16, 32, 64, 128};                   \
-        for (size i = start; i < end; i += 8) {                                         \
-            const FLAG_T byte = arrays->bits[i / 8];                                    \
-            if (end - i >= 8)                                                           \
-                EACH for (size k = 0; k < 8; k++) OF_FLAG(T, FLAG_T, VALUE)             \
-            else                                                                        \
-                for (size k = 0; k < end - i; k++) OF_FLAG(T, FLAG_T, VALUE)            \
+        size i = start;                                                                 \
+        WORD word = 0;                                                                  \
+        for (; end - i >= BITS(WORD); i += BITS(WORD)) {                                \
+            memcpy(&word, bits + i / 8, sizeof(WORD));                                  \
+            EACH for (size k = 0; k < BITS(WORD); k++) OF_BIT(T, WORD, VALUE)           \
         }                                                                               \
+        memcpy(&word, bits + i / 8, (size_t)(end - i + 7) / 8);                         \
+        for (size k = 0; k < end - i; k++) OF_BIT(T, WORD, VALUE)                       \
     }
-#define OF_FLAG(T, FLAG_T, VALUE)                                                       \
+#define OF_BIT(T, WORD, VALUE)                                                          \
     {                                                                                   \
         const T v = x[i + k];                                                           \
-        const FLAG_T flag = byte & EIGHT[k];                                            \
+        const WORD flag = word & BIT_OF_##WORD[k];                                      \
         y[i + k] = (T)(VALUE);                                                          \
     }
 
-#define OF_FLOATS(T, FLAG_T)                                                            \
-    TO_BITS(relu_##T, T, flag = !(v <= 0); y[j] = v < 0 ? 0 : v)                        \
-    TO_BITS(leaky_relu_##T, T, flag = v > 0; y[j] = v > 0 ? v : v * a)                  \
-    TO_BITS(hardtanh_##T, T, flag = !(v <= a) & !(v >= b); const T w = v < a ? a : v;   \
+#define OF_FLOATS(T, WORD)                                                              \
+    TO_BITS(relu_##T, T, WORD, flag = !(v <= 0); y[j] = v < 0 ? 0 : v)                  \
+    TO_BITS(leaky_relu_##T, T, WORD, flag = v > 0; y[j] = v > 0 ? v : v * a)            \
+    TO_BITS(hardtanh_##T, T, WORD, flag = !(v <= a) & !(v >= b); const T w = v < a ? a : v; \
             y[j] = w > b ? b : w)                                                       \
-    TO_BITS(threshold_##T, T, flag = !(v <= a); y[j] = v <= a ? b : v)                  \
-    TO_BITS(hardshrink_##T, T, flag = !((v >= a) & (v <= b)); y[j] = (v >= a) & (v <= b) ? 0 : v) \
-    TO_BITS(hardsigmoid_##T, T, flag = (v > a) & (v < b); const T w = v - a;            \
+    TO_BITS(threshold_##T, T, WORD, flag = !(v <= a); y[j] = v <= a ? b : v)            \
+    TO_BITS(hardshrink_##T, T, WORD, flag = !((v >= a) & (v <= b));                     \
+            y[j] = (v >= a) & (v <= b) ? 0 : v)                                         \
+    TO_BITS(hardsigmoid_##T, T, WORD, flag = (v > a) & (v < b); const T w = v - a;      \
             y[j] = (w < 0 ? 0 : w > b - a ? b - a : w) / (b - a))                       \
-    TO_BITS(above_##T, T, flag = v > a)                                                 \
-    TO_BITS(within_##T, T, flag = (v > a) & (v < b))                                    \
-    TO_BITS(not_outside_##T, T, flag = !((v <= a) | (v >= b)))                          \
-    TO_BITS(not_inside_##T, T, flag = !((v >= a) & (v <= b)))                           \
-    FROM_BITS(scale_##T, T, FLAG_T, v * (flag ? a : b))                                 \
-    FROM_BITS(part_##T, T, FLAG_T, flag ? v * a : 0)
+    TO_BITS(above_##T, T, WORD, flag = v > a)                                           \
+    TO_BITS(within_##T, T, WORD, flag = (v > a) & (v < b))                              \
+    TO_BITS(not_outside_##T, T, WORD, flag = !((v <= a) | (v >= b)))                    \
+    TO_BITS(not_inside_##T, T, WORD, flag = !((v >= a) & (v <= b)))                     \
+    FROM_BITS(scale_##T, T, WORD, v * (flag ? a : b))                                   \
+    FROM_BITS(part_##T, T, WORD, flag ? v * a : 0)
 OF_FLOATS(float, uint32_t)
-OF_FLOATS(double, uint64_t)
+OF_FLOATS(double, uint32_t)
 
 /* bfloat16 and float16 as integers. */
 #define RELU_OF_HALF(NAME, INFINITE)                                                    \
-    TO_BITS(NAME, int16_t, const int16_t magnitude = v & 0x7fff;                        \
+    TO_BITS(NAME, int16_t, uint16_t, const int16_t magnitude = v & 0x7fff;              \
             flag = (magnitude > INFINITE) | (v > 0);                                    \
             y[j] = (v < 0) & (magnitude <= INFINITE) & (magnitude != 0) ? 0 : v)
 RELU_OF_HALF(relu_bfloat16, 0x7f80)
 RELU_OF_HALF(relu_float16, 0x7c00)
 
-TO_BITS(nonzero, uint8_t, flag = v != 0)
+/* Of booleans, bytes of 0 or 1: those of eight come together in the highest byte. (Not a LOOP, as
+   vectors multiply such integers slowly.) */
+static void nonzero(const void *work, size start, size end, size thread) {
+    ARRAYS(uint8_t);
+    size i = start;
+    for (; end - i >= 8; i += 8) {
+        uint64_t eight;
+        memcpy(&eight, x + i, 8);
+        bits[i / 8] = (uint8_t)(eight * 0x0102040810204080 >> 56);
+    }
+    uint64_t eight = 0;
+    memcpy(&eight, x + i, (size_t)(end - i));
+    if (i < end) bits[i / 8] = (uint8_t)(eight * 0x0102040810204080 >> 56);
+}
 
-#define OF_INTEGERS(T) FROM_BITS(select_##T, T, u##T, flag ? v : 0)
-OF_INTEGERS(int8_t)
-OF_INTEGERS(int16_t)
-OF_INTEGERS(int32_t)
-OF_INTEGERS(int64_t)
+FROM_BITS(select_int8_t, int8_t, uint8_t, flag ? v : 0)
+FROM_BITS(select_int16_t, int16_t, uint16_t, flag ? v : 0)
+FROM_BITS(select_int32_t, int32_t, uint32_t, flag ? v : 0)
+FROM_BITS(select_int64_t, int64_t, uint32_t, flag ? v : 0)
 
 /* Normalization, backwards: gradients of x, weight and bias, from x or from y. Of rows, or of groups
    of channels that have several places each. */
