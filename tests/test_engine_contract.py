@@ -26,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 import memsave
 import memsave.nn
 from memsave import function
+from memsave.layers import batch_norm
 from memsave.spec import TABLE, Layer
 
 # torch compiles some of its forward-mode formulas with TorchScript, which warns.
@@ -804,6 +805,27 @@ def test_windows_of_adaptive_pooling(inputs, outputs) -> None:
     shapes = {"x": tuple(x.shape), "y": tuple(expected[0].shape)}
     bits = TABLE[name].saved_bits({"x"}, shapes, {})["offsets"]
     assert helpers.kept(lambda: pool(x, outputs)) == bits / 8
+
+
+@pytest.mark.parametrize("few", [0, 2**17])
+@pytest.mark.parametrize("shape", [(2, 3, 5, 7), (4, 3)])
+def test_batch_norm_in_eval_mode_of_few_elements_and_of_many(few, shape, monkeypatch) -> None:
+    """Of few, its gradient is one operation."""
+    monkeypatch.setattr(batch_norm, "FEW_ELEMENTS", few)
+    x, mean, bias = torch.randn(shape), torch.randn(3), torch.randn(3)
+    for weight in (torch.randn(3), None):
+        args = [x.requires_grad_(), mean, torch.rand(3) + 0.5, weight, bias]
+        expected = outcome(nn.functional.batch_norm, args)
+        same(outcome(memsave.functional.batch_norm, args), expected)
+
+
+@pytest.mark.parametrize(("taken", "refused"), [(2, 2.0), ((2, 2), (2, 2.0))])
+def test_sizes_that_only_equal_integers(taken, refused) -> None:
+    """Stock refuses them, whatever has been computed before."""
+    for max_pool in (nn.functional.max_pool2d, memsave.functional.max_pool2d):
+        assert max_pool(helpers.image(), taken).requires_grad
+        with pytest.raises(TypeError):
+            max_pool(helpers.image(), refused)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from .. import kernels, spec
 from ..function import Grads, Mask, Saved, Shapes, define, is_plain_gradient
 from ..kernels.reference import Windows
 from .module import drop_in
-from .shape import Ints, channels_last, per_axis
+from .shape import Ints, channels_last, per_axis, remembered
 
 MAX_POOL: dict[int, Callable[..., Any]] = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
 ADAPTIVE: dict[int, Callable[..., Any]] = {
@@ -153,9 +153,26 @@ def _windows(
     """The windows as kernels know them: of adaptive pooling if all are alike, and of nothing that
     stock may refuse.
     """
-    dims = len(inputs)
     if is_dynamo_compiling():  # which traces the reference
         return None
+    options = (kernel_size, stride, padding, dilation, ceil_mode, output_size)
+    # Stock refuses a float that is equal to an integer.
+    types = [tuple(map(type, one)) if type(one) is tuple else type(one) for one in options]
+    return _windows_of(inputs, *options, tuple(types))
+
+
+@remembered
+def _windows_of(
+    inputs: torch.Size,
+    kernel_size: Ints | None,
+    stride: Ints | None,
+    padding: Ints,
+    dilation: Ints,
+    ceil_mode: bool,
+    output_size: Any,
+    types: tuple[Any, ...],
+) -> Windows | None:
+    dims = len(inputs)
     if output_size is not None:
         outputs = per_axis(output_size, dims)
         if len(outputs) != dims or not all(type(count) is int and count > 0 for count in outputs):
