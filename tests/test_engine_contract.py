@@ -819,6 +819,16 @@ def test_batch_norm_in_eval_mode_of_few_elements_and_of_many(few, shape, monkeyp
         same(outcome(memsave.functional.batch_norm, args), expected)
 
 
+@pytest.mark.parametrize("strided", [2, 3], ids=["variance", "weight"])
+def test_batch_norm_in_eval_mode_with_vectors_that_are_not_contiguous(strided) -> None:
+    """Stock's backward reads them as if they were, of rows."""
+    args = [torch.randn(4, 3).requires_grad_(), *(torch.rand(3) + 0.5 for _ in range(4))]
+    expected = outcome(nn.functional.batch_norm, args)
+    args[strided] = args[strided].repeat_interleave(2)[::2]
+    assert not args[strided].is_contiguous()
+    same(outcome(memsave.functional.batch_norm, args), expected)
+
+
 @pytest.mark.parametrize(("taken", "refused"), [(2, 2.0), ((2, 2), (2, 2.0))])
 def test_sizes_that_only_equal_integers(taken, refused) -> None:
     """Stock refuses them, whatever has been computed before."""

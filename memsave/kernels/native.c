@@ -133,19 +133,19 @@ OF_FLOATS(double, uint32_t)
 RELU_OF_HALF(relu_bfloat16, 0x7f80)
 RELU_OF_HALF(relu_float16, 0x7c00)
 
-/* Of booleans, bytes of 0 or 1: those of eight come together in the highest byte. (Not a LOOP, as
-   vectors multiply such integers slowly.) */
+/* Up to eight booleans, bytes of 0 or 1, come together in the highest byte. */
+static inline uint8_t byte_of(const uint8_t *booleans, size count) {
+    uint64_t eight = 0;
+    memcpy(&eight, booleans, (size_t)count);
+    return (uint8_t)(eight * 0x0102040810204080 >> 56);
+}
+
+/* (Not a LOOP, as vectors multiply such integers slowly.) */
 static void nonzero(const void *work, size start, size end, size thread) {
     ARRAYS(uint8_t);
     size i = start;
-    for (; end - i >= 8; i += 8) {
-        uint64_t eight;
-        memcpy(&eight, x + i, 8);
-        bits[i / 8] = (uint8_t)(eight * 0x0102040810204080 >> 56);
-    }
-    uint64_t eight = 0;
-    memcpy(&eight, x + i, (size_t)(end - i));
-    if (i < end) bits[i / 8] = (uint8_t)(eight * 0x0102040810204080 >> 56);
+    for (; end - i >= 8; i += 8) bits[i / 8] = byte_of(x + i, 8);
+    if (i < end) bits[i / 8] = byte_of(x + i, end - i);
 }
 
 FROM_BITS(select_int8_t, int8_t, uint8_t, flag ? v : 0)

@@ -105,7 +105,7 @@ FEW_ELEMENTS = 2**17
 def _scaled(g: Tensor, var: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """The gradient of ``x`` in eval mode."""
     few = g.numel() < FEW_ELEMENTS and g.is_cpu and is_final(g)
-    # (torch takes vectors for contiguous there, which need not be.)
+    # (Of rows, that operation reads vectors as if they were contiguous.)
     if few and all(v is None or (v.dtype == g.dtype and v.is_contiguous()) for v in (var, weight)):
         # It reads x and the mean, for which g and the variance stand in, for the other two alone.
         args = (g, g, weight, var, var, None, None, False, eps, [True, False, False])
