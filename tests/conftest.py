@@ -18,6 +18,7 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 # Kernels of Triton are tested on the CPU. (To be said before triton is imported.)
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
+import gc
 import itertools
 from collections.abc import Iterator
 
@@ -51,6 +52,12 @@ def forget_compiled_programs() -> Iterator[None]:
     yield
     if next(_tests) % 20 == 0:
         jax.clear_caches()
+
+
+def pytest_collection_finish() -> None:
+    """What is there before the first test stays, and need not be looked at by each collection."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_configure(config: pytest.Config) -> None:
