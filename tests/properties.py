@@ -108,14 +108,15 @@ def check_smaller_mask_keeps_no_more(backend: Any, row: Layer, case: Case) -> No
                     assert sizes[small] <= sizes[large], f"{measure.__name__}: {sizes}"
 
 
+def of_one_op(row: Layer) -> list[Layer]:
+    """The rows of an op, this one among them."""
+    return [other for other in TABLE.values() if other.op == row.op]
+
+
 def check_rows_of_one_op_agree(backend: Any, row: Layer, case: Case) -> None:
     """Rows of one op have the same outputs and the same gradients."""
     dtypes = case.dtypes.values()
-    others = [
-        other
-        for other in TABLE.values()
-        if other.op == row.op and all(fits(other, dtype) for dtype in dtypes)
-    ]
+    others = [other for other in of_one_op(row) if all(fits(other, dtype) for dtype in dtypes)]
     results = [backend.run(other, case) for other in others]
     for one, other in pairwise(results):
         for mine, its in zip(one.outputs, other.outputs, strict=True):
@@ -199,7 +200,7 @@ def _assert_equal_gradients(
 ) -> None:
     assert ours.keys() == its.keys()
     # What a row for wide dtypes reads is rounded to them, and maybe multiplied by a large rstd.
-    times = 10 if any(other.wide for other in TABLE.values() if other.op == row.op) else 1
+    times = 10 if any(other.wide for other in of_one_op(row)) else 1
     for name in ours:
         if is_elementwise(row):
             _assert_same(ours[name], its[name])
