@@ -140,9 +140,9 @@ def _feature_primal(x: Tensor, *, p: float, inplace: bool = False) -> Tensor:
     return torch.feature_dropout_(x, p, True) if inplace else torch.feature_dropout(x, p, True)
 
 
-def _channels(x: Tensor) -> Tensor:
-    """One for each channel."""
-    return torch.ones((*x.shape[:2], *[1] * (x.ndim - 2)), dtype=x.dtype, device=x.device)
+def _channels(x: Tensor) -> tuple[int, ...]:
+    """The shape of one for each channel."""
+    return (*x.shape[:2], *[1] * (x.ndim - 2))
 
 
 def _feature_fwd(
@@ -150,7 +150,8 @@ def _feature_fwd(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     if x.ndim < 2:
         return _feature_primal(x, p=p, inplace=inplace), {}  # raises stock's error
-    noise = torch.feature_dropout(_channels(x), p, True)
+    # The order of the operations is torch's, for the last bit.
+    noise = x.new_empty(_channels(x)).bernoulli_(1 - p).div_(1 - p)
     bits = kernels.compare(noise, Like.of(noise), "above", 0.0, 0.0)
     return (x.mul_(noise) if inplace else x * noise), {"kept": bits}
 
@@ -158,7 +159,7 @@ def _feature_fwd(
 def _feature_bwd(
     g: Tensor, wrt: Mask, saved: Saved, shapes: Shapes, *, p: float, inplace: bool = False
 ) -> Grads:
-    ones = _channels(g)
+    ones = torch.ones(_channels(g), dtype=g.dtype, device=g.device)
     noise = kernels.scale(ones, saved["kept"], Like.of(ones), _factor(p, g.dtype), 0.0)
     return {"x": g * noise}
 
