@@ -14,7 +14,17 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from .. import kernels, spec
-from ..function import Grads, Mask, Saved, Shapes, define, is_plain_gradient, stock_suffices
+from ..function import (
+    Grads,
+    Mask,
+    Saved,
+    Shapes,
+    define,
+    is_final,
+    is_plain_gradient,
+    stock_suffices,
+)
+from ..kernels.memory import has_memory
 from ..kernels.reference import Like
 from ..spec import Layer
 from .module import drop_in
@@ -140,8 +150,20 @@ _softshrink = _define(
 
 
 def _prelu_fwd(wrt: Mask, x: Tensor, weight: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    if _is_number(weight) and x.dtype == weight.dtype:
+        y, positive = kernels.piecewise(x, False, "leaky_relu", weight.item(), 0.0)
+        return y, {"positive": positive}
     y = F.prelu(x, weight)
     return y, {"positive": kernels.compare(x, Like.of(y), "above", 0.0, 0.0)}
+
+
+def _is_number(weight: Tensor) -> bool:
+    """Whether it is a single one that can be read at once, and torch does not round its products
+    otherwise than those of a Python number.
+    """
+    if is_dynamo_compiling() or weight.numel() != 1 or weight.ndim > 1:
+        return False
+    return weight.is_cpu and weight.itemsize >= 4 and has_memory(weight, weight.stride())
 
 
 def _prelu_slope(g: Tensor, positive: Tensor, weight: Tensor) -> Tensor:
@@ -161,8 +183,11 @@ def _prelu_weight(g: Tensor, x: Tensor, like: Like | None) -> Tensor:
 def _prelu_bwd(g: Tensor, wrt: Mask, saved: Saved, shapes: Shapes) -> Grads:
     grads = {}
     if "x" in wrt:
-        positive = _mask(saved["positive"], shapes["y"])
-        grads["x"] = _prelu_slope(g, positive, saved["weight"])
+        weight, bits, like = saved["weight"], saved["positive"], shapes["y"]
+        if is_final(g) and _is_number(weight):
+            grads["x"] = _scale(g, bits, like, weight.item())
+        else:
+            grads["x"] = _prelu_slope(g, _mask(bits, like), weight)
     if "weight" in wrt:
         grads["weight"] = _prelu_weight(g, saved["x"], shapes["weight"])
     return grads

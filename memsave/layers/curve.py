@@ -51,18 +51,23 @@ def _softplus(x: Tensor, *, beta: float, threshold: float) -> Tensor:
     return F.softplus(x, beta, threshold)
 
 
-def _times(g: Tensor, array: Tensor, *ops: str) -> Tensor:
-    """``g`` times what these make of the array, one after the other and in place if they can."""
-    overwrite = is_final(g) and g.stride() == array.stride()
-    factor = array
-    for done, op in enumerate(ops):
-        factor = getattr(factor, op + "_" if overwrite and done else op)()
-    return factor.mul_(g) if overwrite else g * factor
+def _times_rest(g: Tensor, exponent: Tensor) -> Tensor:
+    """``g * (1 - exp(exponent))``, without the rounding of that difference."""
+    rest = exponent.expm1()
+    if not is_final(g) or g.stride() != rest.stride():
+        return g * -rest
+    return torch.addcmul(g.new_zeros(()), rest, g, value=-1, out=rest)
 
 
-def _softplus_gradient(g: Tensor, y: Tensor, beta: float, threshold: float) -> Tensor:
-    # 1 - exp(-beta * y), which is 1 where softplus is the identity, to rounding.
-    return _times(g, y * -beta, "expm1", "neg")
+def _logsigmoid_gradient(g: Tensor, x: Tensor) -> Tensor:
+    # logsigmoid(x) is -softplus(-x), in whose kernel this is the sign; from 40 on, the slope is 1.
+    return torch.ops.aten.softplus_backward(g, x, -1, 40)
+
+
+def _tanhshrink_gradient(g: Tensor, x: Tensor) -> Tensor:
+    y = x.tanh()
+    overwrite = is_final(g) and g.stride() == y.stride()
+    return y.square_().mul_(g) if overwrite else g * y.square()
 
 
 # What stock keeps is what the row says.
@@ -95,18 +100,17 @@ _selu_from_output = define_curve(
     _selu,
     lambda g, y, **_: torch.ops.aten.elu_backward(g, SELU_ALPHA, SELU_SCALE, 1, True, y),
 )
-_softplus_from_output = define_curve(spec.SOFTPLUS_FROM_OUTPUT, _softplus, _softplus_gradient)
+_softplus_from_output = define_curve(
+    spec.SOFTPLUS_FROM_OUTPUT,
+    _softplus,
+    # (It is 1 where softplus is the identity, to rounding.)
+    lambda g, y, beta, **_: _times_rest(g, y * -beta),
+)
 # Stock keeps a buffer as well, on CPU.
-_logsigmoid = define_curve(
-    spec.LOGSIGMOID, F.logsigmoid, lambda g, x: _times(g, x, "neg", "sigmoid")
-)
-_logsigmoid_from_output = define_curve(
-    spec.LOGSIGMOID_FROM_OUTPUT, F.logsigmoid, lambda g, y: _times(g, y, "expm1", "neg")
-)
+_logsigmoid = define_curve(spec.LOGSIGMOID, F.logsigmoid, _logsigmoid_gradient)
+_logsigmoid_from_output = define_curve(spec.LOGSIGMOID_FROM_OUTPUT, F.logsigmoid, _times_rest)
 # Stock keeps what it has computed in between.
-_tanhshrink = define_curve(
-    spec.TANHSHRINK, F.tanhshrink, lambda g, x: _times(g, x, "tanh", "square")
-)
+_tanhshrink = define_curve(spec.TANHSHRINK, F.tanhshrink, _tanhshrink_gradient)
 _softsign = define_curve(spec.SOFTSIGN, F.softsign, lambda g, x: g / (x.abs() + 1).square())
 
 
