@@ -9,8 +9,6 @@ Index legend: c classes, which are the second axis.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -54,8 +52,12 @@ def _times(p: Tensor, total: Tensor) -> Tensor:
     return p.mul_(total) if is_plain_gradient(total) and not p.requires_grad else p * total
 
 
-def _range_like(index: Tensor) -> Callable[[int], Tensor]:
-    return lambda size: torch.arange(size, device=index.device)
+def _places(index: Tensor) -> list[Tensor]:
+    """Of each element, by axis: they broadcast."""
+    return [
+        torch.arange(size, device=index.device).view(-1, *[1] * (index.ndim - 1 - axis))
+        for axis, size in enumerate(index.shape)
+    ]
 
 
 def _per_class(weight: Tensor | None, p: Tensor) -> Tensor:
@@ -83,20 +85,21 @@ def _bwd(
     x, target, weight = saved["x"], saved["target"], saved["weight"]
     p = _softmax(x, g)
     counts = target != ignore_index
-    index = target.where(counts, 0).long()
-    of_target = counts.to(p.dtype) if weight is None else weight.to(p.dtype)[index] * counts
+    index = (target * counts).long()
+    of_target = counts if weight is None else weight.to(p.dtype)[index] * counts
     if reduction == "mean":
-        g = g / of_target.sum()
+        g = g / of_target.sum(dtype=p.dtype)
     g = torch.where(counts, g, 0.0)
-    hard = (g * of_target * (1 - label_smoothing)).unsqueeze(1)
+    hard = (g if weight is None else g * of_target).unsqueeze(1)
     if label_smoothing:
+        hard = hard * (1 - label_smoothing)
         soft = (g * (label_smoothing / p.shape[1])).unsqueeze(1)
         total = hard + soft * (p.shape[1] if weight is None else weight.to(p.dtype).sum())
         dx = _times(p, total).addcmul_(soft, _per_class(weight, p), value=-1)
     else:
         dx = _times(p, hard)
     # (scatter_add_ takes a copy of all in 32 bits where they are of 16.)
-    first, *others = torch.meshgrid(*map(_range_like(index), index.shape), indexing="ij")
+    first, *others = _places(index)
     dx.index_put_((first, index, *others), -hard.squeeze(1), accumulate=True)
     return {"x": dx.to(x.dtype)}
 
