@@ -930,3 +930,21 @@ def test_no_copies_of_parameters_are_kept_under_autocast(layer) -> None:
     x = torch.randn(2, 3, 8, 8)
     with torch.autocast("cpu", cache_enabled=False):
         assert helpers.kept(lambda: layer(x), [x]) == x.nbytes // 2
+
+
+@pytest.mark.parametrize("name", ["RMSNorm", "LayerNorm", "GroupNorm"])
+def test_rows_from_the_output_look_at_their_parameters_once(name: str) -> None:
+    """Whether they tell the input: asked again only of another value."""
+    arguments = (3, 6) if name == "GroupNorm" else (6,)
+    layer = getattr(memsave.nn, f"{name}FromOutput")(*arguments)
+    x = torch.randn(2, 6, requires_grad=True)
+
+    def looks() -> int:
+        with Ops() as ops:
+            layer(x)
+        return ops.names.count("aten.any.default")
+
+    assert [looks(), looks(), looks()] == [1, 0, 0]
+    with torch.no_grad():
+        layer.weight.mul_(2)
+    assert [looks(), looks()] == [1, 0]

@@ -647,13 +647,13 @@ def _invertible(input: Tensor, weight: Tensor | None, bias: Tensor | None) -> bo
         return True  # as if they were like those of a trained model
     if weight is None:
         return bias is None
-    if bias is None:
-        bias = weight.new_zeros(())
-    state = (weight._version, id(bias), bias._version)
+    state = (weight._version, id(bias), None if bias is None else bias._version)
     known = _checked.get(weight)
     if known is None or known[0] != state:
         with torch.no_grad():
-            small = (weight == 0) | (bias.abs() > LARGEST_RATIO * weight.abs())
+            small = weight == 0
+            if bias is not None:
+                small |= bias.abs() > LARGEST_RATIO * weight.abs()
         known = _checked[weight] = (state, not bool(small.any()))
     return known[1]
 
