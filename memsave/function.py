@@ -386,7 +386,7 @@ def stock_suffices(*wanted: Any, cast: bool = False) -> bool:
 
 def is_traced(x: Any) -> bool:
     """Whether ``torch.fx`` or ``torch.jit`` is tracing, so that nothing may depend on shapes."""
-    if is_compiling():
+    if is_dynamo_compiling() or compiler._is_compiling_flag:
         return False
     return not isinstance(x, Tensor) or _is_tracing()
 

@@ -571,7 +571,7 @@ extern int omp_get_thread_num(void) __attribute__((weak));
 extern int omp_get_num_threads(void) __attribute__((weak));
 #endif
 
-enum { GRAIN = 32768 }; /* of torch */
+enum { GRAIN = 32768 }; /* of torch: so many elements are left to one thread */
 
 typedef struct {
     Loop *loop;
@@ -627,13 +627,15 @@ static const struct {
     int by_size;
     Loop *loops[4];
 } OVER_BITS[] = {
+    {"select", 1, {select_int8_t, select_int16_t, select_int32_t, select_int64_t}},
+    FLOATS(part),
     {"relu", 0, {relu_float, relu_double, relu_bfloat16, relu_float16}},
     FLOATS(leaky_relu), FLOATS(hardtanh), FLOATS(threshold), FLOATS(hardshrink),
     FLOATS(hardsigmoid), FLOATS(above), FLOATS(within), FLOATS(not_outside), FLOATS(not_inside),
-    FLOATS(scale), FLOATS(part),
+    FLOATS(scale),
     {"nonzero", 1, {nonzero}},
-    {"select", 1, {select_int8_t, select_int16_t, select_int32_t, select_int64_t}},
 };
+enum { SELECT, PART }; /* of these */
 #define COUNT(TABLE) (size)(sizeof TABLE / sizeof *TABLE)
 
 /* Tensors, as DLPack lays them out: https://dmlc.github.io/dlpack/latest/c_api.html. (With cold caches
@@ -659,15 +661,15 @@ enum { ON_CPU = 1, PINNED = 3, UNSIGNED = 1, FLOAT = 2, BFLOAT = 4, COMPLEX = 5 
 /* What Python hands over, in this order. */
 static struct {
     PyObject *tensor, *parameter; /* classes */
-    PyObject *is_neg, *empty_like, *empty_bytes, *overwritten, *threads, *modes[2];
+    PyObject *is_neg, *empty_like, *empty_bytes, *overwritten, *threads, *modes[2], *in_order;
 } torch;
 static DLPackExchangeAPI *dlpack;
 
 static PyObject *connect(PyObject *module, PyObject *args) {
     PyObject *capsule;
-    if (!PyArg_ParseTuple(args, "OOOOOOOOOO:connect", &capsule, &torch.tensor, &torch.parameter,
+    if (!PyArg_ParseTuple(args, "OOOOOOOOOOO:connect", &capsule, &torch.tensor, &torch.parameter,
                           &torch.is_neg, &torch.empty_like, &torch.empty_bytes, &torch.overwritten,
-                          &torch.threads, &torch.modes[0], &torch.modes[1]))
+                          &torch.threads, &torch.modes[0], &torch.modes[1], &torch.in_order))
         return NULL;
     Py_INCREF(args); /* for good */
     dlpack = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
@@ -763,8 +765,9 @@ static int is_stored_as(const DLTensor *x, PyObject *stride) {
     return 1;
 }
 
-/* Not what only behaves like one: a symbol, say. */
+/* Not what only behaves like one: a symbol, say. (0 where it was left out.) */
 static int is_number(PyObject *object, double *number) {
+    if (!object) return *number = 0, 1;
     if (!PyFloat_CheckExact(object) && !PyLong_CheckExact(object)) return 0;
     *number = PyFloat_AsDouble(object);
     return *number != -1 || !PyErr_Occurred() || (PyErr_Clear(), 0);
@@ -777,14 +780,14 @@ typedef struct {
     size elements;
 } Pass;
 
-static int begin(Pass *pass, PyObject *family, PyObject *x, PyObject *stride, PyObject *a,
-                 PyObject *b) {
+static int begin(Pass *pass, size family, PyObject *x, PyObject *stride, PyObject *a, PyObject *b) {
     DLTensor array;
     const int is_plain = look_at(x, &array, &pass->elements);
     if (is_plain <= 0) return is_plain;
     if (!is_number(a, &pass->arrays.a) || !is_number(b, &pass->arrays.b)) return 0;
-    pass->loop = loop_of(PyLong_AsSsize_t(family), &array);
-    if (!pass->loop || (stride != Py_None && !is_stored_as(&array, stride))) return 0;
+    pass->loop = loop_of(family, &array);
+    const int any_order = !stride || stride == Py_None;
+    if (!pass->loop || (!any_order && !is_stored_as(&array, stride))) return 0;
     pass->arrays.x = pass->arrays.y = array.data;
     return is_unobserved();
 }
@@ -815,11 +818,18 @@ static PyObject *end(Pass *pass, PyObject *x, int output) {
     return y;
 }
 
+/* An argument, or NULL where it was left out. */
+static PyObject *argument(PyObject *const *args, Py_ssize_t count, Py_ssize_t place) {
+    return place < count ? args[place] : NULL;
+}
+
 static PyObject *to_bits(PyObject *module, PyObject *const *args, Py_ssize_t count) {
     Pass pass;
-    if (count != 6) return PyErr_SetString(PyExc_TypeError, "to_bits takes 6 arguments"), NULL;
-    PyObject *x = args[1], *inplace = args[3], *y, *bits = NULL, *result;
-    const int can = begin(&pass, args[0], x, args[2], args[4], args[5]);
+    if (count < 3 || count > 6)
+        return PyErr_SetString(PyExc_TypeError, "to_bits takes 3 to 6 arguments"), NULL;
+    PyObject *x = args[1], *inplace = args[2], *y, *bits = NULL, *result;
+    const int can = begin(&pass, PyLong_AsSsize_t(args[0]), x, argument(args, count, 3),
+                          argument(args, count, 4), argument(args, count, 5));
     if (can < 0) return NULL;
     if (!can) Py_RETURN_NONE;
     PyObject *size_of_bits = PyLong_FromSsize_t((pass.elements + 7) / 8);
@@ -834,19 +844,48 @@ static PyObject *to_bits(PyObject *module, PyObject *const *args, Py_ssize_t cou
     return result;
 }
 
+/* Whether the bits are those of the array, too. */
+static int begin_with(PyObject *bits, Pass *pass, size family, PyObject *x, PyObject *stride,
+                      PyObject *a, PyObject *b) {
+    DLTensor array;
+    size bytes;
+    int can = begin(pass, family, x, stride, a, b);
+    if (can > 0) can = look_at(bits, &array, &bytes);
+    if (can > 0) can = array.code == UNSIGNED && array.bits == 8 && bytes == (pass->elements + 7) / 8;
+    pass->arrays.bits = array.data;
+    return can;
+}
+
 static PyObject *from_bits(PyObject *module, PyObject *const *args, Py_ssize_t count) {
     Pass pass;
     DLTensor array;
-    size bytes;
-    if (count != 7) return PyErr_SetString(PyExc_TypeError, "from_bits takes 7 arguments"), NULL;
-    PyObject *x = args[1], *bits = args[2];
-    int can = begin(&pass, args[0], x, args[3], args[5], args[6]);
-    if (can > 0) can = look_at(bits, &array, &bytes);
-    if (can > 0) can = array.code == UNSIGNED && array.bits == 8 && bytes == (pass.elements + 7) / 8;
-    if (can < 0) return NULL;
-    if (!can) Py_RETURN_NONE;
-    pass.arrays.bits = array.data;
-    return end(&pass, x, PyObject_IsTrue(args[4]) ? INPLACE : NEW);
+    if (count < 4 || count > 7)
+        return PyErr_SetString(PyExc_TypeError, "from_bits takes 4 to 7 arguments"), NULL;
+    PyObject *bits = args[2], *like = args[3], *stride = PyTuple_GetItem(like, 1), *y = NULL;
+    PyObject *a = argument(args, count, 4), *b = argument(args, count, 5);
+    const int inplace = count > 6 ? PyObject_IsTrue(args[6]) : 0;
+    size family = PyLong_AsSsize_t(args[0]);
+    if (!stride || inplace < 0) return NULL;
+    if (!is_array(args[1], &array)) Py_RETURN_NONE;
+    if (family == PART && a == Py_None) a = NULL;
+    const int multiplies = family == PART && a && !loop_of(PART, &array);
+    if (family == PART && (multiplies || !a)) family = SELECT;
+
+    PyObject *x = Py_NewRef(args[1]);
+    int can = begin_with(bits, &pass, family, x, stride, a, b);
+    if (!can && !inplace && array.device_type == ON_CPU && !is_stored_as(&array, stride)) {
+        Py_DECREF(x);
+        x = PyObject_CallFunctionObjArgs(torch.in_order, args[1], like, NULL);
+        can = x ? begin_with(bits, &pass, family, x, stride, a, b) : -1;
+    }
+    if (can >= 0) y = can ? end(&pass, x, inplace ? INPLACE : NEW) : Py_NewRef(Py_None);
+    if (y && can && multiplies) {
+        PyObject *product = PyObject_CallMethod(y, "mul_", "O", a);
+        Py_DECREF(y);
+        y = product;
+    }
+    Py_XDECREF(x);
+    return y;
 }
 
 /* Whether all are plain tensors, or None; -1 with an error. */
@@ -1005,12 +1044,13 @@ static PyObject *pool(PyObject *module, PyObject *args) {
 static PyMethodDef methods[] = {
     {"connect", connect, METH_VARARGS,
      "connect(capsule, Tensor, Parameter, is_neg, empty_like, empty_bytes, overwritten, threads, mode, "
-     "mode): to torch, by DLPack and its own functions"},
+     "mode, in_order): to torch, by DLPack and its own functions"},
     {"to_bits", (PyCFunction)(void (*)(void))to_bits, METH_FASTCALL,
-     "to_bits(loop, x, stride | None, inplace | None, a, b): the output and the bits, or the bits "
-     "alone where inplace is None; None where the loop is not for such a tensor"},
+     "to_bits(loop, x, inplace | None, stride=None, a=None, b=None): the output and the bits, or the "
+     "bits alone where inplace is None; None where the loop is not for such a tensor"},
     {"from_bits", (PyCFunction)(void (*)(void))from_bits, METH_FASTCALL,
-     "from_bits(loop, x, bits, stride, inplace, a, b): the output, or None as to_bits"},
+     "from_bits(loop, x, bits, like, a=None, b=None, inplace=False): the output, or None as to_bits; "
+     "without a, part is select"},
     {"are_arrays", (PyCFunction)(void (*)(void))are_arrays, METH_FASTCALL,
      "are_arrays(*tensors): whether each is None, or of torch's own classes, strided, and real; and "
      "none of torch.func"},
@@ -1040,7 +1080,7 @@ static int add_names(PyObject *module, const Named *table, size count) {
 }
 
 static int add_loops(PyObject *module) {
-    if (add_names(module, NORMS, COUNT(NORMS))) return -1;
+    if (add_names(module, NORMS, COUNT(NORMS)) || PyModule_AddIntMacro(module, GRAIN)) return -1;
     for (size k = 0; k < COUNT(OVER_BITS); k++)
         if (PyModule_AddIntConstant(module, OVER_BITS[k].name, (long)k) < 0) return -1;
 #if defined(__GNUC__) && !defined(_WIN32)

@@ -8,6 +8,7 @@ where a mode has to see every operation.
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -31,6 +32,7 @@ _native.connect(
     torch.get_num_threads,
     _len_torch_dispatch_stack,
     _len_torch_function_stack,
+    in_order,
 )
 
 are_arrays = _native.are_arrays
@@ -48,9 +50,13 @@ PIECEWISE = {name: getattr(_native, name) for name in PIECES if name != "softshr
 COMPARE = {test: getattr(_native, test) for test in TESTS}
 
 
-def relu(x: Tensor, inplace: bool) -> tuple[Tensor, Tensor] | None:
-    """The output and the bits in one pass."""
-    return _native.to_bits(_native.relu, x, None, inplace, 0.0, 0.0)
+#: ``relu(x, inplace)``: the output and the bits in one pass. (No function of Python, as others
+#: below: its call takes as long as a small kernel.)
+relu = partial(_native.to_bits, _native.relu)
+#: ``select(g, bits, like, factor=None)``: in one pass (with a factor, of the dtypes that C has).
+select = partial(_native.from_bits, _native.part)
+#: ``scale(x, bits, like, on, off, inplace=False)``: in one pass.
+scale = partial(_native.from_bits, _native.scale)
 
 
 def piecewise(
@@ -58,7 +64,7 @@ def piecewise(
 ) -> tuple[Tensor, Tensor] | None:
     """The output and the bits in one pass (or the bits, where torch has to compute the output)."""
     if name in PIECEWISE:
-        return _native.to_bits(PIECEWISE[name], x, None, inplace, low, high)
+        return _native.to_bits(PIECEWISE[name], x, inplace, None, low, high)
     op, test = PIECES[name]
     within, *bounds = test(low, high)
     bits = _native.to_bits(COMPARE[within], x, None, None, *bounds)
@@ -67,38 +73,12 @@ def piecewise(
 
 def compare(x: Tensor, like: Like, test: str, low: float, high: float) -> Tensor | None:
     """The bits in one pass."""
-    return _native.to_bits(COMPARE[test], x, like.stride, None, low, high)
+    return _native.to_bits(COMPARE[test], x, None, like.stride, low, high)
 
 
 def pack(mask: Tensor, like: Like) -> Tensor | None:
     """The bits in one pass."""
-    return _native.to_bits(_native.nonzero, mask, like.stride, None, 0.0, 0.0)
-
-
-def select(g: Tensor, bits: Tensor, like: Like, factor: float | None = None) -> Tensor | None:
-    """In one pass (with a factor, for the dtypes that C has)."""
-    if factor is not None:
-        y = _from_bits(_native.part, g, bits, like, False, factor)
-        if y is not None:
-            return y
-    y = _from_bits(_native.select, g, bits, like, False)
-    return y if y is None or factor is None else y.mul_(factor)
-
-
-def scale(
-    x: Tensor, bits: Tensor, like: Like, on: float, off: float, inplace: bool = False
-) -> Tensor | None:
-    """In one pass."""
-    return _from_bits(_native.scale, x, bits, like, inplace, on, off)
-
-
-def _from_bits(
-    loop: int, x: Tensor, bits: Tensor, like: Like, inplace: bool, a: float = 0.0, b: float = 0.0
-) -> Tensor | None:
-    y = _native.from_bits(loop, x, bits, like.stride, inplace, a, b)
-    if y is None and not inplace and x.is_cpu and x.stride() != like.stride:
-        y = _native.from_bits(loop, in_order(x, like), bits, like.stride, False, a, b)
-    return y
+    return _native.to_bits(_native.nonzero, mask, None, like.stride)
 
 
 #: Loops of norms by the dtype of rows; of groups, as stored in torch's default format.
@@ -108,50 +88,54 @@ GROUP_NORM = _loops("group_norm")
 
 def norm(rows: Rows, wrt: frozenset[str]) -> dict[str, Tensor] | None:
     """In one pass over the rows; sums over them by thread."""
-    loop = (NORM if rows.groups is None else GROUP_NORM).get(rows.g.dtype)
-    if loop is None or rows.kept.dtype != rows.g.dtype:
+    g, kept, mean, rstd, weight, bias, shift, from_output, centered, per = rows
+    loop = (NORM if per is None else GROUP_NORM).get(g.dtype)
+    if loop is None or kept.dtype != g.dtype:
         return None
-    if rows.groups is not None and not (rows.kept.is_contiguous() and rows.g.numel()):
+    if per is not None and not (kept.is_contiguous() and g.numel()):
         return None
-    g, kept = rows.g.contiguous(), rows.kept.contiguous()
+    g, kept = g.contiguous(), kept.contiguous()
     if not _native.has_memory(g):
         return None
-    dtype = torch.promote_types(g.dtype, torch.float32)  # of vectors
-    vectors = [
-        None if vector is None else vector.contiguous()
-        for vector in (rows.mean, rows.rstd, rows.weight, rows.bias)
-    ]
-    # Parameters have the dtype of rows.
-    vectors = [v.to(dtype) if v is not None and v.dtype == g.dtype else v for v in vectors]
-    weight = vectors[2]
-    divides = rows.from_output and rows.groups is None and weight is not None
-    vectors.append(weight.reciprocal() if divides else None)  # type: ignore[union-attr]
-    if rows.groups is None:
+    dtype = g.dtype if g.dtype in DTYPES else torch.float32  # of vectors
+    mean, rstd = _vector(mean, g, dtype), _vector(rstd, g, dtype)
+    weight, bias = _vector(weight, g, dtype), _vector(bias, g, dtype)
+    inverse = weight.reciprocal() if from_output and per is None and weight is not None else None
+    if per is None:
         features, groups, places = g.shape[-1], 1, 1
     else:
-        features, groups = g.shape[1] // rows.groups, rows.groups
-        places = math.prod(g.shape[2:])
-    threads, grads = torch.get_num_threads(), {}
-    if "x" in wrt:
-        grads["x"] = torch.empty_like(g)
+        features, groups, places = g.shape[1] // per, per, math.prod(g.shape[2:])
+    threads = torch.get_num_threads() if g.numel() > _native.GRAIN else 1
+    grads = {"x": torch.empty_like(g)} if "x" in wrt else {}
     for name in ("weight", "bias"):
         if name in wrt:  # a row for each thread
-            grads[name] = torch.zeros(threads, groups * features, dtype=dtype)
+            rows_of = (threads,) if threads > 1 else ()
+            grads[name] = torch.zeros(*rows_of, groups * features, dtype=dtype)
     done = _native.norm(
         loop,
         g.numel() // max(features * places, 1),
         (features, groups, places),
         threads,
         (g, kept),
-        tuple(vectors),
+        (mean, rstd, weight, bias, inverse),
         (grads.get("x"), grads.get("weight"), grads.get("bias")),
-        rows.shift,
-        rows.from_output,
-        rows.centered,
+        shift,
+        from_output,
+        centered,
     )
     if not done:
         return None
-    return {name: grad if name == "x" else grad.sum(0) for name, grad in grads.items()}
+    if threads > 1:
+        grads.update((name, grads[name].sum(0)) for name in ("weight", "bias") if name in wrt)
+    return grads
+
+
+def _vector(vector: Tensor | None, g: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """As the loop reads it: contiguous; and a parameter, which has the dtype of rows, widened."""
+    if vector is None:
+        return None
+    vector = vector.contiguous()
+    return vector.to(dtype) if vector.dtype == g.dtype != dtype else vector
 
 
 #: Of fewer elements, what the loop saves is less than a Python function takes (on two cores, as

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.compiler import is_dynamo_compiling
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import kernels, spec
@@ -116,7 +117,10 @@ def _at_once(
         groups,
     )
     grads = kernels.norm(rows, wrt)
-    return grads and {name: _like(grad, shapes, name) for name, grad in grads.items()}
+    if grads is not None:
+        for name in wrt:
+            grads[name] = _like(grads[name], shapes, name)
+    return grads
 
 
 def _in_one_pass(gs: Gs, wrt: Mask) -> bool:
@@ -135,6 +139,8 @@ def _like(grad: Tensor, shapes: Shapes, name: str) -> Tensor:
     """The gradient in the shape and dtype of its argument."""
     like = shapes[name]
     assert like is not None
+    if (grad.shape, grad.dtype) == (like.shape, like.dtype):
+        return grad
     return grad.reshape(like.shape).to(like.dtype)
 
 
@@ -493,7 +499,9 @@ def _rms_fwd(
     wrt: Mask, x: Tensor, weight: Tensor | None, *, eps: float | None
 ) -> tuple[Tensor, dict[str, Tensor]]:
     if weight is None or (weight.dtype, weight.shape) == (x.dtype, x.shape[-1:]):
-        y, rstd = torch.ops.aten._fused_rms_norm(x, x.shape[-1:], weight, eps)
+        # (The shorter way, which torch.compile does not know.)
+        at_once = torch.ops.aten if is_dynamo_compiling() else torch
+        y, rstd = at_once._fused_rms_norm(x, x.shape[-1:], weight, eps)  # type: ignore[attr-defined]
         return y, {"rstd": rstd.squeeze(-1)}
     wide = _wide(x)
     eps = torch.finfo(wide.dtype).eps if eps is None else eps
@@ -533,12 +541,11 @@ def _over_last(
     """The input and parameters with the normalized axes as one; None where stock is to run."""
     dims = len(normalized_shape)
     shape = tuple(normalized_shape)
-    if is_traced(input):
+    if is_traced(input) or not dims or input.shape[-dims:] != shape:
         return None
-    if not dims or tuple(input.shape[-dims:]) != shape:
-        return None
-    if any(param is not None and tuple(param.shape) != shape for param in params):
-        return None
+    for param in params:
+        if param is not None and param.shape != shape:
+            return None
     if dims == 1:
         return input, *params
     return input.flatten(-dims), *[None if param is None else param.flatten() for param in params]
