@@ -14,19 +14,22 @@ import copy
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._functorch import config as functorch_config
 from torch.utils.checkpoint import checkpoint
 
 import memsave
 
 from .harness import GIB, Experiment
 from .measure import best_device, compare, difference, keep_freed_memory, peak_bytes
-from .other_savers import compile_with_budget, convert_by_paper
+from .other_savers import convert_by_paper
 from .render import matrix, mib, quartiles, table
 from .results import Record
 
@@ -209,14 +212,21 @@ def _checkpointed(module: nn.Module) -> Callable[..., Any]:
 
 
 def _compiled(budget: float, module: nn.Module) -> Callable[..., Tensor]:
-    compiled = copy.deepcopy(module)
-    around = compile_with_budget(compiled, budget)
+    """Compiled by a budget (see :func:`experiments.strategies.compile_with_budget`)."""
 
     def call(*inputs: Tensor) -> Tensor:
-        with around():
+        return module(*inputs)
+
+    # Of a code of its own: the compiler would take what it has made of another.
+    own = FunctionType(call.__code__.replace(), call.__globals__, closure=call.__closure__)
+    compiled = torch.compile(own)
+    at_first = iter([functorch_config.patch(activation_memory_budget=budget)])
+
+    def run(*inputs: Tensor) -> Tensor:
+        with next(at_first, nullcontext()):
             return compiled(*inputs)
 
-    return call
+    return run
 
 
 def _variants(case: Case) -> dict[str, Step]:
@@ -267,7 +277,12 @@ def measure(case: Case) -> dict[str, Any]:
 
 
 def show(records: Sequence[Record[Case]]) -> str:
-    """A row per case."""
+    """A row per case; those with ``--compare`` in a table of their own."""
+    parts = ([r for r in records if r.case.compare is compared] for compared in (False, True))
+    return "\n\n".join(_table(part) for part in parts if part)
+
+
+def _table(records: Sequence[Record[Case]]) -> str:
     others = [name for record in records for name in record.figures["times"]]
     others = [name for name in dict.fromkeys(others) if name not in ("stock", "memsave")]
     return table(
@@ -299,7 +314,7 @@ def summary(records: Sequence[Record[Case]]) -> str:
             f"{record.figures['times']['memsave']['ratio']:.2f}"
         )
         for record in records
-        if record.case.layer in IN_MOST_MODELS
+        if record.case.layer in IN_MOST_MODELS and not record.case.compare
     }
     return matrix("time, ratio to stock", cells)
 

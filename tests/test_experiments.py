@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from functools import partial
 
 import jax.numpy as jnp
 import pytest
@@ -9,7 +10,14 @@ import torch
 from torch import nn
 
 import memsave
-from experiments import __main__ as command_line, counting, measure, paper, scenarios
+from experiments import (
+    __main__ as command_line,
+    counting,
+    layer_times,
+    measure,
+    paper,
+    scenarios,
+)
 from experiments.harness import SIZES
 from experiments.results import Record
 from memsave import kernels
@@ -165,3 +173,14 @@ def test_cases_are_told_apart_by_what_the_results_hold(name):
     assert len(set(cases)) == len(cases)
     for case in cases:
         assert experiment.case(**json.loads(json.dumps(dataclasses.asdict(case)))) == case
+
+
+@pytest.mark.parametrize("wanted", ["input", "parameters", "all"])
+def test_layers_are_timed_beside_others_that_compute_the_same(wanted, monkeypatch):
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    case = layer_times.Case("LayerNorm", "64x64", wanted, "float32", True, "", 0.1, 3)
+    steps = layer_times._variants(case)
+    assert len(steps) == 6
+    expected = steps["stock"].once()
+    for step in steps.values():
+        torch.testing.assert_close(step.once(), expected)
