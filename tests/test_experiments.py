@@ -175,6 +175,7 @@ def test_cases_are_told_apart_by_what_the_results_hold(name):
         assert experiment.case(**json.loads(json.dumps(dataclasses.asdict(case)))) == case
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")
 @pytest.mark.parametrize("wanted", ["input", "parameters", "all"])
 def test_layers_are_timed_beside_others_that_compute_the_same(wanted, monkeypatch):
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
