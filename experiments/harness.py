@@ -42,6 +42,7 @@ class Experiment(Generic[Config, Case]):
         measure: Figures of a case, which JSON can hold. Runs in a fresh process.
         table: The records as Markdown.
         summary: What the README of the repository shows of them; by default the table.
+        summarized: Of which cases.
         misses: What of the records is above its target, a sentence each.
         plot: The records as a figure.
         memory: Bytes that it takes to measure a case; on an accelerator where there is one.
@@ -58,6 +59,7 @@ class Experiment(Generic[Config, Case]):
     misses: Callable[[Sequence[Record[Case]]], Iterable[str]] = lambda records: ()
     plot: Callable[[Sequence[Record[Case]]], Figure] | None = None
     summary: Callable[[Sequence[Record[Case]]], str] | None = None
+    summarized: Callable[[Case], bool] = lambda case: True
     memory: Callable[[Case], int] = lambda case: 2 * GIB
     exact: bool = False
     backend: Literal["torch", "jax"] = "torch"

@@ -314,7 +314,6 @@ def summary(records: Sequence[Record[Case]]) -> str:
             f"{record.figures['times']['memsave']['ratio']:.2f}"
         )
         for record in records
-        if record.case.layer in IN_MOST_MODELS and not record.case.compare
     }
     return matrix("time, ratio to stock", cells)
 
@@ -349,5 +348,6 @@ EXPERIMENT = Experiment(
     table=show,
     misses=misses,
     summary=summary,
+    summarized=lambda case: case.layer in IN_MOST_MODELS and not case.compare,
     memory=lambda case: 6 * GIB if case.size == "100 MB" else 2 * GIB,
 )

@@ -107,6 +107,7 @@ def fill(text: str, experiment: Callable[[str], Experiment[Any, Any]], folder: P
 
 
 def _summary(experiment: Experiment[Any, Any], records: list[Record]) -> Iterable[str]:
+    records = [record for record in records if experiment.summarized(record.case)]
     yield (experiment.summary or experiment.table)(records)
     commands = dict.fromkeys(record.settings["command"] for record in records)
     devices = dict.fromkeys(record.settings["device"] for record in records)
