@@ -303,7 +303,9 @@ def _group_bwd(
 ) -> Grads:
     like = shapes["x"]
     assert like is not None
-    if _in_one_pass(gs, wrt) and like.shape.numel():
+    # (What is compiled has no second derivative.)
+    at_once = wrt != {"bias"} if is_dynamo_compiling() else _in_one_pass(gs, wrt)
+    if at_once and like.shape.numel():
         return _group_bwd_at_once(gs["y"], wrt, saved, shapes, num_groups)
     return _formatted(from_input(gs, wrt, saved, shapes, num_groups), shapes)
 
