@@ -851,9 +851,9 @@ static int begin_with(PyObject *bits, Pass *pass, size family, PyObject *x, PyOb
     size bytes;
     int can = begin(pass, family, x, stride, a, b);
     if (can > 0) can = look_at(bits, &array, &bytes);
-    if (can > 0) can = array.code == UNSIGNED && array.bits == 8 && bytes == (pass->elements + 7) / 8;
+    if (can <= 0) return can;
     pass->arrays.bits = array.data;
-    return can;
+    return array.code == UNSIGNED && array.bits == 8 && bytes == (pass->elements + 7) / 8;
 }
 
 static PyObject *from_bits(PyObject *module, PyObject *const *args, Py_ssize_t count) {

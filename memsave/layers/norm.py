@@ -662,7 +662,7 @@ def _invertible(input: Tensor, weight: Tensor | None, bias: Tensor | None) -> bo
         with torch.no_grad():
             small = weight == 0
             if bias is not None:
-                small |= bias.abs() > LARGEST_RATIO * weight.abs()
+                small = small | (bias.abs() > LARGEST_RATIO * weight.abs())
         known = _checked[weight] = (state, not bool(small.any()))
     return known[1]
 
