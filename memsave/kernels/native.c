@@ -30,8 +30,7 @@ typedef struct {
 } Arrays;
 
 /* The compiler makes each loop for two instruction sets; which one runs is found at load. (With those
-   of x86-64-v4 it loads under masks, and processors do not fetch ahead what is loaded so: select
-   took up to twice as long.) */
+   of x86-64-v4 it would load under masks, which costs select more than wider vectors give.) */
 #if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__)
 #define LOOP static __attribute__((target_clones("arch=x86-64-v3", "default")))
 #else
@@ -571,7 +570,7 @@ extern int omp_get_thread_num(void) __attribute__((weak));
 extern int omp_get_num_threads(void) __attribute__((weak));
 #endif
 
-enum { GRAIN = 32768 }; /* of torch: so many elements are left to one thread */
+enum { GRAIN = 32768 }; /* of torch */
 
 typedef struct {
     Loop *loop;
@@ -726,9 +725,13 @@ static int is_array(PyObject *tensor, DLTensor *x) {
     return x->code != COMPLEX && x->lanes == 1;
 }
 
+static int is_here(const DLTensor *x) {
+    return x->device_type == ON_CPU || x->device_type == PINNED;
+}
+
 /* Whether it lies in memory without gaps; -1 with an error. */
 static int look_at(PyObject *tensor, DLTensor *x, size *elements) {
-    if (!is_array(tensor, x) || (x->device_type != ON_CPU && x->device_type != PINNED)) return 0;
+    if (!is_array(tensor, x) || !is_here(x)) return 0;
     *elements = 1;
     for (int k = 0; k < x->ndim; k++) *elements *= x->shape[k];
     if (x->ndim > 64 || !is_dense(x) || (*elements && !x->data)) return 0;
@@ -873,7 +876,7 @@ static PyObject *from_bits(PyObject *module, PyObject *const *args, Py_ssize_t c
 
     PyObject *x = Py_NewRef(args[1]);
     int can = begin_with(bits, &pass, family, x, stride, a, b);
-    if (!can && !inplace && array.device_type == ON_CPU && !is_stored_as(&array, stride)) {
+    if (!can && !inplace && is_here(&array) && !is_stored_as(&array, stride)) {
         Py_DECREF(x);
         x = PyObject_CallFunctionObjArgs(torch.in_order, args[1], like, NULL);
         can = x ? begin_with(bits, &pass, family, x, stride, a, b) : -1;
@@ -905,6 +908,13 @@ static PyObject *are_arrays(PyObject *module, PyObject *const *tensors, Py_ssize
     for (Py_ssize_t k = 0; k < count; k++)
         if (tensors[k] != Py_None && !is_array(tensors[k], &array)) Py_RETURN_FALSE;
     Py_RETURN_TRUE;
+}
+
+static PyObject *threads(PyObject *module, PyObject *elements) {
+    const size count = PyLong_AsSsize_t(elements);
+    if (count == -1 && PyErr_Occurred()) return NULL;
+    const size number = threads_for(count);
+    return number < 0 ? NULL : PyLong_FromSsize_t(number);
 }
 
 static PyObject *has_memory(PyObject *module, PyObject *tensor) {
@@ -1054,6 +1064,7 @@ static PyMethodDef methods[] = {
     {"are_arrays", (PyCFunction)(void (*)(void))are_arrays, METH_FASTCALL,
      "are_arrays(*tensors): whether each is None, or of torch's own classes, strided, and real; and "
      "none of torch.func"},
+    {"threads_for", threads, METH_O, "threads_for(elements): how many a loop over so many uses at most"},
     {"has_memory", has_memory, METH_O,
      "has_memory(x): whether it is a plain tensor, stored without gaps, and no mode has to see "
      "operations"},
@@ -1080,7 +1091,7 @@ static int add_names(PyObject *module, const Named *table, size count) {
 }
 
 static int add_loops(PyObject *module) {
-    if (add_names(module, NORMS, COUNT(NORMS)) || PyModule_AddIntMacro(module, GRAIN)) return -1;
+    if (add_names(module, NORMS, COUNT(NORMS))) return -1;
     for (size k = 0; k < COUNT(OVER_BITS); k++)
         if (PyModule_AddIntConstant(module, OVER_BITS[k].name, (long)k) < 0) return -1;
 #if defined(__GNUC__) && !defined(_WIN32)

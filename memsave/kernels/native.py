@@ -105,7 +105,7 @@ def norm(rows: Rows, wrt: frozenset[str]) -> dict[str, Tensor] | None:
         features, groups, places = g.shape[-1], 1, 1
     else:
         features, groups, places = g.shape[1] // per, per, math.prod(g.shape[2:])
-    threads = torch.get_num_threads() if g.numel() > _native.GRAIN else 1
+    threads = _native.threads_for(g.numel())
     grads = {"x": torch.empty_like(g)} if "x" in wrt else {}
     for name in ("weight", "bias"):
         if name in wrt:  # a row for each thread
