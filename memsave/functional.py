@@ -32,9 +32,10 @@ from .layers.curve import logsigmoid, softsign, tanhshrink
 from .layers.dropout import alpha_dropout, dropout, dropout1d, dropout2d, dropout3d
 from .layers.embedding import embedding
 from .layers.gated import geglu, swiglu
+from .layers.group_norm import group_norm, instance_norm
 from .layers.linear import linear
 from .layers.loss import cross_entropy
-from .layers.norm import group_norm, instance_norm, layer_norm, rms_norm
+from .layers.norm import layer_norm, rms_norm
 from .layers.padding import pad
 from .layers.pooling import (
     adaptive_max_pool1d,

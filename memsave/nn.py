@@ -52,19 +52,16 @@ from .layers.dropout import (
     DropoutFromRng,
 )
 from .layers.embedding import EmbeddingCompact
-from .layers.linear import Linear
-from .layers.loss import CrossEntropyLoss
-from .layers.norm import (
+from .layers.group_norm import (
     GroupNorm,
     GroupNormFromOutput,
     InstanceNorm1d,
     InstanceNorm2d,
     InstanceNorm3d,
-    LayerNorm,
-    LayerNormFromOutput,
-    RMSNorm,
-    RMSNormFromOutput,
 )
+from .layers.linear import Linear
+from .layers.loss import CrossEntropyLoss
+from .layers.norm import LayerNorm, LayerNormFromOutput, RMSNorm, RMSNormFromOutput
 from .layers.padding import (
     ReflectionPad1d,
     ReflectionPad2d,

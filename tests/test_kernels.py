@@ -655,7 +655,7 @@ def test_norm(
     tolerance = {torch.float64: 1e-10, torch.float32: 1e-3, torch.bfloat16: 2**-7}[dtype]
 
     def gradients(wrt: frozenset[str]) -> Any:
-        of = norms.from_input if kept == "x" else norms._from_output
+        of = norms.from_input if kept == "x" else norms.from_output
         with torch.no_grad():
             return of({"y": g}, wrt, saved, shapes, None, centered=centered)
 
@@ -825,7 +825,7 @@ def test_group_norm(
     parameters = {"weight", "bias"} if affine else set()
     shapes = {name: Like.of(saved[name]) for name in ("x", *parameters)}
     tolerance = 1e-10 if dtype == torch.float64 else 1e-3
-    of = norms.from_input if kept == "x" else norms._from_output
+    of = norms.from_input if kept == "x" else norms.from_output
     for wrt in map(frozenset, ({"x", *parameters}, {"x"}, parameters)):
         results = []
         for kernel in (native.norm, reference.norm):

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from .. import functional, spec
-from ..layers import norm
+from ..layers import group_norm, norm
 from ..layers.curve import define_curve
 from ..layers.gated import PRODUCTS, gated, swish_gradient
 from ..layers.module import Class, as_stock, drop_in
@@ -131,7 +131,7 @@ def _from_output(stock: Class, ours: Class) -> Callable[..., Tensor]:
 
 for _ours, _row, _names in (
     (norm.LayerNormFromOutput, spec.LAYER_NORM_FROM_OUTPUT, "norm.LayerNorm"),
-    (norm.GroupNormFromOutput, spec.GROUP_NORM_FROM_OUTPUT, "norm.GroupNorm norm.GroupNorm1"),
+    (group_norm.GroupNormFromOutput, spec.GROUP_NORM_FROM_OUTPUT, "norm.GroupNorm norm.GroupNorm1"),
     (norm.RMSNormFromOutput, spec.RMS_NORM_FROM_OUTPUT, "norm.RmsNorm"),
 ):
     for _cls in _classes(_names):

@@ -1,0 +1,369 @@
+"""Group and instance normalization: norms of each example, as in ``norm.py``, over groups of
+channels.
+
+Index legend: n batch, c channels, s spatial axes; statistics are (n, groups).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
+
+from .. import kernels, spec
+from ..function import Grads, Mask, Saved, Shapes, define, stock_suffices
+from ..kernels.memory import FORMATS
+from .batch_norm import batch_norm, by_batch, weight_or_ones
+from .module import drop_in
+from .norm import (
+    Gs,
+    at_once,
+    formatted,
+    from_input,
+    from_output,
+    grouped,
+    in_one_pass,
+    is_invertible,
+    like_argument,
+    rstd_only,
+)
+
+# Group normalization.
+
+
+def _group_primal(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, *, num_groups: int, eps: float
+) -> Tensor:
+    return F.group_norm(x, num_groups, weight, bias, eps)
+
+
+def _group_fwd(
+    wrt: Mask,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    *,
+    num_groups: int,
+    eps: float,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    if x.ndim < 2 or x.shape[1] % num_groups or x.numel() in (0, num_groups):
+        y = _group_primal(x, weight, bias, num_groups=num_groups, eps=eps)  # or stock's error
+        empty = y.new_zeros(x.shape[0], num_groups)
+        return y, {"mean": empty, "rstd": empty.clone()}
+    n, c, places = x.shape[0], x.shape[1], math.prod(x.shape[2:])
+    # The kernel takes these for granted.
+    if _memory_format(x) is None:
+        x = x.contiguous()
+    weight, bias = (None if v is None else v.contiguous() for v in (weight, bias))
+    y, mean, rstd = torch.native_group_norm(x, weight, bias, n, c, places, num_groups, eps)
+    return y, {"mean": mean, "rstd": rstd}
+
+
+def _memory_format(x: Tensor) -> torch.memory_format | None:
+    """A format that stores the channels last, if the tensor has it."""
+    memory_format = FORMATS.get(x.ndim, torch.contiguous_format)
+    return memory_format if x.is_contiguous(memory_format=memory_format) else None
+
+
+def _group_bwd(
+    gs: Gs, wrt: Mask, saved: Saved, shapes: Shapes, *, num_groups: int, eps: float
+) -> Grads:
+    like = shapes["x"]
+    assert like is not None
+    # (What is compiled has no second derivative.)
+    by_stock = wrt != {"bias"} if is_dynamo_compiling() else in_one_pass(gs, wrt)
+    if by_stock and like.shape.numel():
+        return _group_bwd_at_once(gs["y"], wrt, saved, shapes, num_groups)
+    return formatted(from_input(gs, wrt, saved, shapes, num_groups), shapes)
+
+
+def _group_bwd_at_once(
+    g: Tensor, wrt: Mask, saved: Saved, shapes: Shapes, num_groups: int
+) -> Grads:
+    """By stock's kernel, whose own derivative does not know that the statistics depend on x."""
+    x = saved["x"]
+    memory_format = _memory_format(x) or torch.contiguous_format
+    weight = weight_or_ones(saved["weight"] if "x" in wrt else None, g, shapes)
+    n, c, *s = x.shape
+    names = ("x", "weight", "bias")
+    grads = torch.ops.aten.native_group_norm_backward(
+        g.contiguous(memory_format=memory_format),
+        x.contiguous(memory_format=memory_format),
+        saved["mean"],
+        saved["rstd"],
+        None if weight is None else weight.contiguous(),
+        n,
+        c,
+        math.prod(s),
+        num_groups,
+        [name in wrt for name in names],
+    )
+    return {name: grad for name, grad in zip(names, grads, strict=True) if name in wrt}
+
+
+def _group_bwd_from_output(
+    gs: Gs, wrt: Mask, saved: Saved, shapes: Shapes, *, num_groups: int, eps: float
+) -> Grads:
+    return formatted(_from_output_of_groups(gs, wrt, saved, shapes, num_groups), shapes)
+
+
+def _from_output_of_groups(
+    gs: Gs, wrt: Mask, saved: Saved, shapes: Shapes, num_groups: int
+) -> Grads:
+    if (fast := at_once(gs, wrt, saved, shapes, num_groups, "y", True)) is not None:
+        return fast
+    like = shapes["x"]
+    assert like is not None
+    if in_one_pass(gs, wrt) and like.shape.numel():
+        return _from_output_at_once(gs["y"], wrt, saved, shapes, num_groups)
+    return from_output(gs, wrt, saved, shapes, num_groups)
+
+
+def _from_output_at_once(
+    g: Tensor, wrt: Mask, saved: Saved, shapes: Shapes, num_groups: int
+) -> Grads:
+    """As of an input that is normalized already, whose own statistics are 0 and 1."""
+    xhat, weight, bias = saved["y"], saved["weight"], saved["bias"]
+    n, c = xhat.shape[:2]
+
+    def over_places(vector: Tensor) -> Tensor:
+        return vector.view(-1, c, *[1] * (xhat.ndim - 2))
+
+    if bias is not None:
+        xhat = xhat - over_places(bias)
+    if weight is not None:
+        divide = xhat.div if bias is None else xhat.div_
+        xhat = divide(over_places(weight))
+    mean = xhat.new_zeros(n, num_groups)
+    known = {"x": xhat, "mean": mean, "rstd": torch.ones_like(mean), "weight": weight}
+    grads = _group_bwd_at_once(g, wrt, known, shapes, num_groups)
+    if "x" in wrt:
+        grads["x"].mul_(over_places(saved["rstd"].repeat_interleave(c // num_groups, 1)))
+    return grads
+
+
+_group_norm = define(
+    spec.GROUP_NORM, _group_primal, _group_bwd, _group_fwd, autocast=torch.float32, smooth=True
+)
+_group_norm_from_output = define(
+    spec.GROUP_NORM_FROM_OUTPUT,
+    _group_primal,
+    _group_bwd_from_output,
+    rstd_only(_group_fwd),
+    autocast=torch.float32,
+    smooth=True,
+)
+
+
+# Instance normalization: each channel of each example is a group.
+
+
+def _instance_primal(
+    x: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    *,
+    momentum: float,
+    eps: float,
+) -> Tensor:
+    return F.instance_norm(x, running_mean, running_var, weight, bias, True, momentum, eps)
+
+
+def _instance_fwd(
+    wrt: Mask,
+    x: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    *,
+    momentum: float,
+    eps: float,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    args = (running_mean, running_var, weight, bias)
+    if x.ndim < 2 or x.shape[2:].numel() < 2 or not x.numel():
+        y = _instance_primal(x, *args, momentum=momentum, eps=eps)  # or stock's error
+        empty = y.new_zeros(x.shape[:2])
+        return y, {"mean": empty, "rstd": empty.clone()}
+    # As torch does it: batch normalization of one example that has all channels.
+    n = x.shape[0]
+    each = [None if v is None else v.repeat(n) for v in args]
+    y, *statistics = by_batch(_as_one(x), *each, momentum=momentum, eps=eps)
+    for running, updated in zip(args[:2], each[:2], strict=True):
+        if running is not None and updated is not None:
+            running.copy_(updated.view(n, -1).mean(0))
+    extras = {"mean": statistics[0].view(n, -1), "rstd": statistics[1].view(n, -1)}
+    return y.view(x.shape), extras
+
+
+def _as_one(x: Tensor) -> Tensor:
+    """All channels of all examples as those of one."""
+    return x.contiguous().view(1, -1, *x.shape[2:])
+
+
+def _instance_bwd(
+    g: Tensor, wrt: Mask, saved: Saved, shapes: Shapes, *, momentum: float, eps: float
+) -> Grads:
+    n = g.shape[0]
+    if not g.numel():  # the kernel divides by the number of elements
+        wanted = {name: shapes[name] for name in wrt}
+        return {n: g.new_zeros(w.shape, dtype=w.dtype) for n, w in wanted.items() if w is not None}
+    if wrt == {"bias"}:
+        return {"bias": like_argument(grouped(g, g.shape[1]).sum((0, 3)), shapes, "bias")}
+    if (fast := at_once({"y": g}, wrt, saved, shapes, g.shape[1], "x", True)) is not None:
+        return fast
+    weight = weight_or_ones(saved["weight"] if "x" in wrt else None, g, shapes)
+    mean, rstd = saved["mean"].flatten(), saved["rstd"].flatten()
+    mask = ["x" in wrt, "weight" in wrt, "bias" in wrt]
+    dx, dweight, dbias = torch.ops.aten.native_batch_norm_backward(
+        g.reshape(1, -1, *g.shape[2:]),
+        _as_one(saved["x"]),
+        None if weight is None else weight.repeat(n),
+        None,
+        None,
+        mean,
+        rstd,
+        True,
+        eps,
+        mask,
+    )
+    grads = {}
+    if "x" in wrt:
+        grads["x"] = dx.view(g.shape)
+    if "weight" in wrt:
+        grads["weight"] = like_argument(dweight.view(n, -1).sum(0), shapes, "weight")
+    if "bias" in wrt:
+        grads["bias"] = like_argument(dbias.view(n, -1).sum(0), shapes, "bias")
+    return grads
+
+
+def _instance_bwd_from_output(
+    gs: Gs, wrt: Mask, saved: Saved, shapes: Shapes, *, momentum: float, eps: float
+) -> Grads:
+    like = shapes["x"]
+    assert like is not None
+    return _from_output_of_groups(gs, wrt, saved, shapes, like.shape[1])
+
+
+_instance_norm = define(spec.INSTANCE_NORM, _instance_primal, _instance_bwd, _instance_fwd)
+_instance_norm_from_output = define(
+    spec.INSTANCE_NORM_FROM_OUTPUT,
+    _instance_primal,
+    _instance_bwd_from_output,
+    rstd_only(_instance_fwd),
+    smooth=True,
+)
+
+
+def group_norm(
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    """As :func:`torch.nn.functional.group_norm`. Keeps the input and two numbers per group for the
+    gradients of input and weight, nothing for that of the bias.
+
+    Args:
+        input: ``(n, c, *)``.
+        weight, bias: ``(c,)`` or ``None``.
+    """
+    return _group_norm(input, weight, bias, num_groups=num_groups, eps=eps)
+
+
+def instance_norm(
+    input: Tensor,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """As :func:`torch.nn.functional.instance_norm`. Keeps the input and two numbers per channel of
+    each example for the gradients of input and weight, nothing for that of the bias. With the
+    running statistics, as :func:`batch_norm`.
+
+    Args:
+        input: ``(n, c, *)``.
+        running_mean, running_var, weight, bias: ``(c,)`` or ``None``.
+    """
+    params = (running_mean, running_var, weight, bias)
+    if not use_input_stats:
+        return batch_norm(input, *params, False, momentum, eps)
+    return _instance_norm(input, *params, momentum=momentum, eps=eps)
+
+
+@drop_in(spec.GROUP_NORM)
+class GroupNorm(nn.GroupNorm):
+    """As :class:`torch.nn.GroupNorm`. Keeps its input, or nothing for the bias alone."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        # Of another layout the stock op keeps a copy.
+        as_it_is = input.is_contiguous() or _memory_format(input) is not None
+        weight = self.weight
+        stock = as_it_is and stock_suffices(input, weight)
+        function = F.group_norm if stock else group_norm
+        return function(input, self.num_groups, weight, self.bias, self.eps)
+
+
+@drop_in(spec.GROUP_NORM_FROM_OUTPUT)
+class GroupNormFromOutput(nn.GroupNorm):
+    """As :class:`torch.nn.GroupNorm`. Keeps its output, free where the next layer does; its input
+    where a weight is zero or small beside its bias, or the dtype is of less than 32 bits.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        weight, bias = self.weight, self.bias
+        if not is_invertible(input, weight, bias):
+            return group_norm(input, self.num_groups, weight, bias, self.eps)
+        options = {"num_groups": self.num_groups, "eps": self.eps}
+        return _group_norm_from_output(input, weight, bias, **options)
+
+
+def _apply_instance_norm(self: Any, input: Tensor) -> Tensor:
+    """What the stock module does once it has checked its input."""
+    weight, running_mean = self.weight, self.running_mean
+    # Of another layout the stock op keeps a copy, and of vectors one for each example.
+    as_it_is = weight is None and running_mean is None and input.is_contiguous()
+    suffices = as_it_is and stock_suffices(input) and not kernels.beats_batch_norm(input)
+    function = F.instance_norm if suffices else instance_norm
+    return function(
+        input,
+        running_mean,
+        self.running_var,
+        weight,
+        self.bias,
+        self.training or not self.track_running_stats,
+        0.0 if self.momentum is None else self.momentum,
+        self.eps,
+    )
+
+
+@drop_in(spec.INSTANCE_NORM, spec.BATCH_NORM_EVAL)
+class InstanceNorm1d(nn.InstanceNorm1d):
+    """As :class:`torch.nn.InstanceNorm1d`. Keeps its input, or nothing for the bias alone."""
+
+    _apply_instance_norm = _apply_instance_norm  # type: ignore[assignment]
+
+
+@drop_in(spec.INSTANCE_NORM, spec.BATCH_NORM_EVAL)
+class InstanceNorm2d(nn.InstanceNorm2d):
+    """As :class:`torch.nn.InstanceNorm2d`. Keeps its input, or nothing for the bias alone."""
+
+    _apply_instance_norm = _apply_instance_norm  # type: ignore[assignment]
+
+
+@drop_in(spec.INSTANCE_NORM, spec.BATCH_NORM_EVAL)
+class InstanceNorm3d(nn.InstanceNorm3d):
+    """As :class:`torch.nn.InstanceNorm3d`. Keeps its input, or nothing for the bias alone."""
+
+    _apply_instance_norm = _apply_instance_norm  # type: ignore[assignment]
