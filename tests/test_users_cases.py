@@ -226,6 +226,20 @@ def test_batch_norm_options(options: dict, train: bool) -> None:
         agree(make, x=x)
 
 
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize("affine", [False, True])
+def test_instance_norm_of_one_example_with_a_channels_last_gradient(
+    affine: bool, create_graph: bool
+) -> None:
+    """Where stock is wrong (torch 2.13), so that the properties cannot compare with it."""
+    layer = memsave.convert(nn.InstanceNorm2d(3, affine=affine).double())
+    x = torch.randn(1, 3, 4, 5, dtype=torch.float64, requires_grad=True)
+    g = torch.randn(1, 3, 4, 5, dtype=torch.float64).to(memory_format=torch.channels_last)
+    y, wanted = layer(x), [x, *layer.parameters()]
+    ours = torch.autograd.grad(y, wanted, g, create_graph=create_graph, retain_graph=True)
+    same(ours, torch.autograd.grad(y, wanted, g.contiguous()), rtol=1e-12, atol=1e-12)
+
+
 def test_batch_norm_1d_takes_features() -> None:
     """Input of shape (n, c)."""
     for train in (True, False):

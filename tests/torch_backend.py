@@ -145,7 +145,9 @@ class Torch:
         leaves = _leaves(case)
         args = _args(leaves, case)
         outputs = _call(self.stock(row) if stock else self.layer(row), args, case)
-        grads = _gradients(outputs[0], leaves, case, _g(outputs[0], case))
+        g = _g(outputs[0], case)
+        # (Of one example, stock's instance_norm misreads one that is channels_last, in torch 2.13.)
+        grads = _gradients(outputs[0], leaves, case, g.contiguous() if stock else g)
         return Result(
             [_array(output) for output in outputs],
             {name: _array(arg) for name, arg in args.items() if arg is not None},

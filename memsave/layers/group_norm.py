@@ -222,7 +222,7 @@ def _instance_bwd(
     mean, rstd = saved["mean"].flatten(), saved["rstd"].flatten()
     mask = ["x" in wrt, "weight" in wrt, "bias" in wrt]
     dx, dweight, dbias = torch.ops.aten.native_batch_norm_backward(
-        g.reshape(1, -1, *g.shape[2:]),
+        _as_one(g),
         _as_one(saved["x"]),
         None if weight is None else weight.repeat(n),
         None,
@@ -332,8 +332,9 @@ class GroupNormFromOutput(nn.GroupNorm):
 def _apply_instance_norm(self: Any, input: Tensor) -> Tensor:
     """What the stock module does once it has checked its input."""
     weight, running_mean = self.weight, self.running_mean
-    # Of another layout the stock op keeps a copy, and of vectors one for each example.
-    as_it_is = weight is None and running_mean is None and input.is_contiguous()
+    # Of another layout the stock op keeps a copy, and of vectors one for each example. (And of one
+    # example its gradients are wrong where the incoming one is channels_last, in torch 2.13.)
+    as_it_is = weight is None and running_mean is None and input.is_contiguous() and len(input) > 1
     suffices = as_it_is and stock_suffices(input) and not kernels.beats_batch_norm(input)
     function = F.instance_norm if suffices else instance_norm
     return function(
