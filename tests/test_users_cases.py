@@ -240,6 +240,12 @@ def test_instance_norm_of_one_example_with_a_channels_last_gradient(
     same(ours, torch.autograd.grad(y, wanted, g.contiguous()), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_instance_norm_with_running_statistics_of_another_dtype(dtype: torch.dtype) -> None:
+    """Stock casts them, where batch norm raises."""
+    agree(lambda m: m.InstanceNorm2d(3, track_running_stats=True).to(dtype), 2, 3, 4, 4)
+
+
 def test_batch_norm_1d_takes_features() -> None:
     """Input of shape (n, c)."""
     for train in (True, False):

@@ -187,13 +187,17 @@ def _instance_fwd(
     eps: float,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     args = (running_mean, running_var, weight, bias)
-    if x.ndim < 2 or x.shape[2:].numel() < 2 or not x.numel():
+    one_alone = (running_mean is None) != (running_var is None)
+    if one_alone or x.ndim < 2 or x.shape[2:].numel() < 2 or not x.numel():
         y = _instance_primal(x, *args, momentum=momentum, eps=eps)  # or stock's error
         empty = y.new_zeros(x.shape[:2])
         return y, {"mean": empty, "rstd": empty.clone()}
-    # As torch does it: batch normalization of one example that has all channels.
-    n = x.shape[0]
+    # As torch does it: batch normalization of one example that has all channels, with running
+    # statistics in the dtype of the weight (if that of the mean is another).
+    n, dtype = x.shape[0], (x if weight is None else weight).dtype
     each = [None if v is None else v.repeat(n) for v in args]
+    if running_mean is not None and running_mean.dtype != dtype:
+        each[:2] = [None if v is None else v.to(dtype) for v in each[:2]]
     y, *statistics = by_batch(_as_one(x), *each, momentum=momentum, eps=eps)
     for running, updated in zip(args[:2], each[:2], strict=True):
         if running is not None and updated is not None:
@@ -334,8 +338,12 @@ def _apply_instance_norm(self: Any, input: Tensor) -> Tensor:
     weight, running_mean = self.weight, self.running_mean
     # Of another layout the stock op keeps a copy, and of vectors one for each example. (And of one
     # example its gradients are wrong where the incoming one is channels_last, in torch 2.13.)
-    as_it_is = weight is None and running_mean is None and input.is_contiguous() and len(input) > 1
-    suffices = as_it_is and stock_suffices(input) and not kernels.beats_batch_norm(input)
+    suffices = (
+        (weight is None and running_mean is None)
+        and stock_suffices(input)
+        and (input.is_contiguous() and input.shape[0] > 1)
+        and not kernels.beats_batch_norm(input)
+    )
     function = F.instance_norm if suffices else instance_norm
     return function(
         input,

@@ -270,7 +270,7 @@ def _rms_primal(x: Tensor, weight: Tensor | None, *, eps: float | None) -> Tenso
 def _rms_fwd(
     wrt: Mask, x: Tensor, weight: Tensor | None, *, eps: float | None
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    if weight is None or (weight.dtype, weight.shape) == (x.dtype, x.shape[-1:]):
+    if x.ndim and (weight is None or (weight.dtype, weight.shape) == (x.dtype, x.shape[-1:])):
         # (The shorter way, which torch.compile does not know.)
         at_once = torch.ops.aten if is_dynamo_compiling() else torch
         y, rstd = at_once._fused_rms_norm(x, x.shape[-1:], weight, eps)  # type: ignore[attr-defined]
