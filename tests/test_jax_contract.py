@@ -566,9 +566,48 @@ def test_cross_entropy_is_that_of_optax() -> None:
     assert_close(F.cross_entropy(x, q), optax.softmax_cross_entropy(x, q))
     with pytest.raises(ValueError, match="reduction is none, mean or sum"):
         F.cross_entropy(x, labels, reduction="max")
+    with pytest.raises(ValueError, match="not one of each of 5 classes"):
+        F.cross_entropy(x, labels, jnp.ones((1, 5)))
     # By the target, of which the table has no gradient.
     ours = jax.grad(lambda q: F.cross_entropy(x, q).sum())(q)
     assert_close(ours, jax.grad(lambda q: optax.softmax_cross_entropy(x, q).sum())(q))
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+@pytest.mark.parametrize(
+    ("x", "q"),
+    [((2, 1, 5), (3, 5)), ((5,), (4, 5)), ((4, 5), (5,)), ((4, 5), (4, 1)), ((4, 1), (4, 5))],
+    ids=str,
+)
+@every_form
+def test_cross_entropy_broadcasts_as_that_of_optax(
+    x: tuple[int, ...], q: tuple[int, ...], reduction: str, form: str
+) -> None:
+    """A row's arguments have the shapes that it says."""
+    random = np.random.default_rng(0)
+    logits, labels = jnp.asarray(random.normal(size=x)), jnp.asarray(random.random(q))
+    total = {"sum": jnp.sum, "mean": jnp.mean}[reduction]
+    with function.using(form):
+        ours = jax.grad(lambda x: F.cross_entropy(x, labels, reduction=reduction))(logits)
+    assert_close(ours, jax.grad(lambda x: total(optax.softmax_cross_entropy(x, labels)))(logits))
+
+
+@every_form
+@pytest.mark.parametrize(
+    "name", [name for name in dir(F) if name.endswith(("_norm", "_norm_from_output"))]
+)
+def test_norms_of_an_empty_batch(name: str, form: str) -> None:
+    """The properties draw one seldom."""
+    of_batch = name == "batch_norm"
+    statistics = (None, None) if of_batch else ()
+    options: dict[str, Any] = {"num_groups": 2} if "group" in name else {}
+    options |= {"use_running_average": False} if of_batch else {}
+
+    def loss(x: Any) -> Any:
+        return jax.tree.leaves(getattr(F, name)(x, *statistics, **options))[0].sum()
+
+    with function.using(form):
+        assert jax.grad(loss)(jnp.ones((0, 6, 4))).shape == (0, 6, 4)
 
 
 @every_form
@@ -599,6 +638,9 @@ def test_dropouts_that_flax_does_not_have() -> None:
     assert (y == y[:, :1]).all()
     assert {*np.unique(y)} == {0.0, 1 / 0.75}
     assert (y[:, 0] == 0).mean() == pytest.approx(0.25, abs=0.05)
+    y, pull = jax.vjp(lambda x: F.feature_dropout(x, 0.25, key), jnp.ones(64))  # of a vector
+    assert (y == pull(jnp.ones(64))[0]).all()
+    assert 0 < (y == 0).sum() < 64
     x = jax.random.normal(key, (10_000,))
     y = F.alpha_dropout(x, 0.25, jax.random.key(1))
     assert y.mean() == pytest.approx(0.0, abs=0.05)

@@ -82,7 +82,7 @@ def _primal_feature(x: Array, *, key: Any, p: float) -> Array:
 
 def _fwd_feature(wrt: Mask, x: Array, *, key: Any, p: float) -> tuple[Array, dict[str, Array]]:
     drawn = _drawn(x, key, p, _of_channels(x))
-    bits = pack(drawn.reshape(x.shape[0], x.shape[-1]))
+    bits = pack(drawn.reshape(_each_channel(x)))
     return _apply(x, _spread(bits, x), p), {"kept": bits}
 
 
@@ -90,8 +90,13 @@ def _bwd_feature(g: Array, wrt: Mask, saved: Saved, shapes: Shapes, *, p: float)
     return {"x": _transposed(g, _spread(saved["kept"], g), p)}
 
 
+def _each_channel(like: Array) -> tuple[int, ...]:
+    """The shape of one for each channel."""
+    return like.shape[:1] + like.shape[1:][-1:]
+
+
 def _spread(bits: Array, like: Array) -> Array:
-    kept = unpack(bits, (like.shape[0], like.shape[-1]))
+    kept = unpack(bits, _each_channel(like))
     return jnp.broadcast_to(jnp.expand_dims(kept, _of_channels(like)), like.shape)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -48,6 +49,8 @@ def _primal(
     label_smoothing: float = 0.0,
     dtype: Any = None,
 ) -> Array:
+    if weight is not None and weight.shape != x.shape[-1:]:
+        raise ValueError(f"weight is {weight.shape}, not one of each of {x.shape[-1]} classes")
     x, log_sum = _normalized(x, dtype)
     counts, index, of_target = _of_targets(target, weight, ignore_index, x.dtype)
     logp = jnp.take_along_axis(x, index[..., None], -1) - log_sum
@@ -134,10 +137,21 @@ def _bwd_of_probabilities(
 ) -> Grads:
     p = _softmax(saved, dtype)
     q = _smoothed(saved["target"], saved["weight"], label_smoothing)
+    q = jnp.broadcast_to(q, jnp.broadcast_shapes(p.shape, q.shape))
     if reduction == "mean":
-        g = g * (p.shape[-1] / p.size)
+        g = g * (q.shape[-1] / q.size)
     g = g[..., None] if g.ndim else g
-    return {"x": g * (p * q.sum(-1, keepdims=True) - q)}
+    total = q.sum(-1, keepdims=True)
+    q = q if p.shape[-1:] == q.shape[-1:] else total  # logits of one class broadcast, too
+    return {"x": _summed(g * (p * total - q), p.shape)}
+
+
+def _summed(array: Array, shape: tuple[int, ...]) -> Array:
+    """Over the axes along which what has this shape was broadcast."""
+    if array.shape == shape:
+        return array
+    like = jax.ShapeDtypeStruct(shape, array.dtype)
+    return jax.linear_transpose(lambda x: jnp.broadcast_to(x, array.shape), like)(array)[0]
 
 
 _cross_entropy = define(spec.CROSS_ENTROPY, _primal, _bwd, layout={"x": "n *s c", "target": "n *s"})
@@ -166,7 +180,7 @@ def cross_entropy(
 
     Args:
         logits: ``(*, c)``.
-        labels: Indices of classes, ``(*)``; or probabilities, ``(*, c)``.
+        labels: Indices of classes, ``(*)``; or probabilities, ``(*, c)``, which broadcast.
         weight: Of the classes, ``(c,)``.
         ignore_index: The label of positions that do not count. (Of indices only.)
         reduction: ``"none"``, ``"sum"``, or ``"mean"``: by the weights of what counts.

@@ -58,7 +58,8 @@ class View(NamedTuple):
         spatial = [axis for axis in self.reduced if axis < first]
         if spatial:
             features = self.shape[first:]
-            array = array.reshape(self.shape[0], -1, math.prod(features)).sum(1)
+            places = math.prod(self.shape[1:first])
+            array = array.reshape(self.shape[0], places, math.prod(features)).sum(1)
             array = array.reshape(self.shape[0], *[1 for _ in spatial], *features)
         others = [axis for axis in self.reduced if axis >= first]
         return array.sum(others, keepdims=True)
