@@ -576,7 +576,10 @@ def test_cross_entropy_is_that_of_optax() -> None:
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
 @pytest.mark.parametrize(
     ("x", "q"),
-    [((2, 1, 5), (3, 5)), ((5,), (4, 5)), ((4, 5), (5,)), ((4, 5), (4, 1)), ((4, 1), (4, 5))],
+    [
+        *[((2, 1, 5), (3, 5)), ((5,), (4, 5)), ((4, 5), (5,)), ((4, 5), (4, 1)), ((4, 1), (4, 5))],
+        ((0, 5), (0, 5)),
+    ],
     ids=str,
 )
 @every_form

@@ -5,6 +5,7 @@ Index legend: c classes, which are the last axis.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -139,7 +140,7 @@ def _bwd_of_probabilities(
     q = _smoothed(saved["target"], saved["weight"], label_smoothing)
     q = jnp.broadcast_to(q, jnp.broadcast_shapes(p.shape, q.shape))
     if reduction == "mean":
-        g = g * (q.shape[-1] / q.size)
+        g = g / math.prod(q.shape[:-1])
     g = g[..., None] if g.ndim else g
     total = q.sum(-1, keepdims=True)
     q = q if p.shape[-1:] == q.shape[-1:] else total  # logits of one class broadcast, too
