@@ -283,9 +283,11 @@ class Jax:
         return first, second
 
     @_wide
-    def run_batched(self, row: Layer, case: Case) -> tuple[dict[str, Array], dict[str, Array]]:
+    def run_batched(
+        self, row: Layer, case: Case, *, stock: bool = False
+    ) -> tuple[dict[str, Array], dict[str, Array]]:
         """The gradients for three incoming ones at once, and one by one."""
-        call = self._call(row, case, stock=False)
+        call = self._call(row, case, stock=stock)
 
         @jax.jit
         def run(*wanted: jax.Array) -> Any:

@@ -25,7 +25,7 @@ TOLERANCES = {
     "float64": 1e-12,
     "float32": 1e-4,
     "bfloat16": 4e-2,
-    "float16": 5e-3,
+    "float16": 4e-3,
 }
 #: The same between backends, which are to agree where their stock ops do: PyTorch's constants are
 #: of float32 in places (the sixth of hardsigmoid).
@@ -55,7 +55,7 @@ def check_gradient_equals_stock(backend: Any, row: Layer, case: Case) -> None:
     try:
         _assert_equal_gradients(row, case, ours.grads, stock.grads)
     except AssertionError:
-        if not {"bfloat16", "float16"} & set(case.dtypes.values()):
+        if is_elementwise(row) or not {"bfloat16", "float16"} & set(case.dtypes.values()):
             raise
         # It may be stock that is off, which in JAX adds up in 16 bits.
         wide = dict.fromkeys(case.dtypes.keys() - case.indices.keys(), "float64")
@@ -162,7 +162,14 @@ def check_backward_twice(backend: Any, row: Layer, case: Case) -> None:
 
 def check_batched_backward(backend: Any, row: Layer, case: Case) -> None:
     """Several incoming gradients at once give what they give one by one."""
-    batched, loop = backend.run_batched(row, case)
+    try:
+        batched, loop = backend.run_batched(row, case)
+    except Exception:
+        try:
+            backend.run_batched(row, case, stock=True)
+        except Exception:
+            return  # torch refuses to pad nothing circularly
+        raise
     for name in loop:
         _assert_close(case, batched[name], loop[name])
 
@@ -187,7 +194,7 @@ PROPERTIES: dict[Callable[..., None], dict[str, Any]] = {
     check_smaller_mask_keeps_no_more: {"empty": False},
     check_rows_of_one_op_agree: {"special": True},
     check_backward_twice: {"special": True},
-    check_batched_backward: {"dtypes": ("float64",), "empty": False},  # (stock refuses some)
+    check_batched_backward: {"dtypes": ("float64",)},
 }
 #: The same for those that are checked on every mask.
 DERIVATIVES: dict[Callable[..., None], dict[str, Any]] = {

@@ -81,6 +81,11 @@ def calls(row: Layer, form: str) -> dict[frozenset[str], Call]:
     return {wrt: Call(layer, rule, case(row, wrt)) for wrt in wanted(row)}
 
 
+def joined(wrt: frozenset[str]) -> str:
+    """Of a mask."""
+    return "+".join(sorted(wrt))
+
+
 def loss(call: Call, **others: Any) -> Function:
     """A scalar that depends on all outputs, and not linearly. ``others``: arguments to replace."""
 
@@ -266,9 +271,9 @@ def masks(row: Layer, place: int) -> list[frozenset[str]]:
 
 def results(transforms: tuple[Function, ...], row: Layer, form: str) -> dict[str, Any]:
     """Of all transformations, as one program."""
-    of_mask = {"+".join(sorted(wrt)): call for wrt, call in calls(row, form).items()}
+    of_mask = {joined(wrt): call for wrt, call in calls(row, form).items()}
     checked = {
-        transform: ["+".join(sorted(wrt)) for wrt in masks(row, place)]
+        transform: [joined(wrt) for wrt in masks(row, place)]
         for place, transform in enumerate(transforms)
     }
 
@@ -386,7 +391,7 @@ def targets(row: Layer, call: Call) -> dict[str, Any]:
 def on_devices(row: Layer, form: str, run: Function) -> dict[str, Any]:
     """Under every mask that wants the gradient of all that is split."""
     return {
-        "+".join(sorted(wrt)): run(call, call.wanted)
+        joined(wrt): run(call, call.wanted)
         for wrt, call in calls(row, form).items()
         if wrt.issuperset(split(row))
     }

@@ -220,10 +220,12 @@ class Torch:
         g = _g(y, case)
         return _gradients(y, leaves, case, g, retain_graph=True), _gradients(y, leaves, case, g)
 
-    def run_batched(self, row: Layer, case: Case) -> tuple[dict[str, Array], dict[str, Array]]:
+    def run_batched(
+        self, row: Layer, case: Case, *, stock: bool = False
+    ) -> tuple[dict[str, Array], dict[str, Array]]:
         """The gradients for three incoming ones at once, and one by one."""
         leaves = _leaves(case)
-        y = _call(self.layer(row), _args(leaves, case), case)[0]
+        y = _call(self.stock(row) if stock else self.layer(row), _args(leaves, case), case)[0]
         g = _g(y, case)
         gs = torch.stack([g, -2 * g, g.flip(0) if g.ndim else g])
         loop = [torch.autograd.grad(y, _wanted(leaves, case), one, retain_graph=True) for one in gs]

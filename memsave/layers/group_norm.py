@@ -339,9 +339,11 @@ def _apply_instance_norm(self: Any, input: Tensor) -> Tensor:
     # Of another layout the stock op keeps a copy, and of vectors one for each example. (And of one
     # example its gradients are wrong where the incoming one is channels_last, in torch 2.13.)
     suffices = (
-        (weight is None and running_mean is None)
+        weight is None
+        and running_mean is None
         and stock_suffices(input)
-        and (input.is_contiguous() and input.shape[0] > 1)
+        and input.is_contiguous()
+        and input.shape[0] > 1
         and not kernels.beats_batch_norm(input)
     )
     function = F.instance_norm if suffices else instance_norm
