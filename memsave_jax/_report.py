@@ -233,8 +233,8 @@ class _Origins:
         if isinstance(var, Literal) or var not in body.invars:
             return self.find(body, var, seen)
         place = body.invars.index(var)
-        carry = place - eqn.params["num_consts"] if eqn.primitive.name == "scan" else -1
-        if 0 <= carry < eqn.params.get("num_carry", 0) and carry != index and var not in seen:
+        carries = _carries(eqn, body)
+        if place in carries and (carry := carries.index(place)) != index and var not in seen:
             # The carry as an iteration finds it: made by the iteration before.
             return self._inside(jaxpr, eqn, body, carry, seen | {var})
         # (The operands of the body are the last ones of the call.)
@@ -246,6 +246,23 @@ def _bodies(eqn: JaxprEqn) -> list[Jaxpr]:
     bodies = eqn.params[_CALLS[eqn.primitive.name]]
     bodies = bodies if isinstance(bodies, tuple) else (bodies,)
     return [body.jaxpr if isinstance(body, ClosedJaxpr) else body for body in bodies]
+
+
+def _carries(eqn: JaxprEqn, body: Jaxpr) -> range:
+    """Where the carry of a scan is among the operands of its body, which are constants, carry, xs.
+
+    By the shapes, as the parameters that say so differ between versions of JAX: outside, what the
+    scan runs over has one axis more.
+    """
+
+    def whole(inside: list[Any], outside: list[Any]) -> int:
+        pairs = zip(inside, outside, strict=True)
+        return sum(len(a.aval.shape) == len(b.aval.shape) for a, b in pairs)
+
+    if eqn.primitive.name != "scan":
+        return range(0)
+    stop = whole(body.invars, eqn.invars)
+    return range(stop - whole(body.outvars, eqn.outvars), stop)
 
 
 def _is_of_jax(jaxpr: Jaxpr) -> bool:
