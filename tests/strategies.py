@@ -91,6 +91,13 @@ def wanted(row: Layer) -> list[frozenset[str]]:
     return [mask for mask in row.masks() if mask]
 
 
+def label(value: Any) -> str:
+    """What tests call a mask, a row, a backend, or a property."""
+    if isinstance(value, frozenset):
+        return "+".join(sorted(value))
+    return getattr(value, "name", None) or value.__name__
+
+
 @st.composite
 def cases(
     draw: st.DrawFn,

@@ -22,7 +22,7 @@ from hypothesis import settings
 from jax import export, lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax_backend import Call, Jax
-from strategies import Case, wanted
+from strategies import Case, label, wanted
 
 import memsave_jax.functional as F
 from memsave.spec import TABLE, Layer, permutation
@@ -79,11 +79,6 @@ def calls(row: Layer, form: str) -> dict[frozenset[str], Call]:
     rule = JAX.following(row).rules[row.name]
     layer = rule.primal if form == "stock" else function.differentiable(rule)
     return {wrt: Call(layer, rule, case(row, wrt)) for wrt in wanted(row)}
-
-
-def joined(wrt: frozenset[str]) -> str:
-    """Of a mask."""
-    return "+".join(sorted(wrt))
 
 
 def loss(call: Call, **others: Any) -> Function:
@@ -271,9 +266,9 @@ def masks(row: Layer, place: int) -> list[frozenset[str]]:
 
 def results(transforms: tuple[Function, ...], row: Layer, form: str) -> dict[str, Any]:
     """Of all transformations, as one program."""
-    of_mask = {joined(wrt): call for wrt, call in calls(row, form).items()}
+    of_mask = {label(wrt): call for wrt, call in calls(row, form).items()}
     checked = {
-        transform: [joined(wrt) for wrt in masks(row, place)]
+        transform: [label(wrt) for wrt in masks(row, place)]
         for place, transform in enumerate(transforms)
     }
 
@@ -391,7 +386,7 @@ def targets(row: Layer, call: Call) -> dict[str, Any]:
 def on_devices(row: Layer, form: str, run: Function) -> dict[str, Any]:
     """Under every mask that wants the gradient of all that is split."""
     return {
-        joined(wrt): run(call, call.wanted)
+        label(wrt): run(call, call.wanted)
         for wrt, call in calls(row, form).items()
         if wrt.issuperset(split(row))
     }

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from helpers import cotangent, kept
 from hypothesis import given, strategies as st
 from properties import DERIVATIVES, PROPERTIES, check_fails_as_stock, check_implemented
-from strategies import Case, accepted, flawed, wanted
+from strategies import Case, accepted, flawed, label, wanted
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -38,7 +38,7 @@ from memsave.extensions.peft import CAST_LINEAR, DROPOUT_LINEAR, Linear
 ROWS = (CAST_LINEAR, DROPOUT_LINEAR)
 TORCH = Torch({row.name: RULES[row.name] for row in ROWS})
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
-every_row = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+every_row = pytest.mark.parametrize("row", ROWS, ids=label)
 
 
 # The rows have the properties of those of the table.
@@ -66,7 +66,7 @@ def test_implemented(row: Layer) -> None:
 
 
 @every_row
-@pytest.mark.parametrize("check", PROPERTIES, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("check", PROPERTIES, ids=label)
 def test_property(check: Any, row: Layer) -> None:
     holds_for(calls(row, **PROPERTIES[check]), lambda case: check(TORCH, row, case))
 
@@ -74,11 +74,7 @@ def test_property(check: Any, row: Layer) -> None:
 @pytest.mark.parametrize(
     ("check", "row", "wrt"),
     [(check, row, wrt) for check in DERIVATIVES for row in ROWS for wrt in wanted(row)],
-    ids=lambda value: (
-        "+".join(sorted(value))
-        if isinstance(value, frozenset)
-        else getattr(value, "name", None) or value.__name__
-    ),
+    ids=label,
 )
 def test_derivative(check: Any, row: Layer, wrt: frozenset[str]) -> None:
     cases = calls(row, wrt=wrt, **DERIVATIVES[check])

@@ -18,7 +18,7 @@ from properties import (
     check_rows_of_one_op_agree,
     of_one_op,
 )
-from strategies import accepted, flawed, wanted
+from strategies import accepted, flawed, label, wanted
 
 from memsave.spec import TABLE, Layer
 
@@ -27,7 +27,7 @@ ON = pytest.mark.parametrize("backend", BACKENDS, ids=repr)
 ROWS_ON = pytest.mark.parametrize(
     ("row", "backend"),
     [(row, backend) for backend in BACKENDS for row in TABLE.values() if backend.checks(row)],
-    ids=lambda value: value.name,
+    ids=label,
 )
 
 
@@ -62,7 +62,7 @@ def holds_for(
         if backend.checks(row, check)
         and (check is not check_rows_of_one_op_agree or len(of_one_op(row)) > 1)
     ],
-    ids=lambda value: getattr(value, "name", None) or value.__name__,
+    ids=label,
 )
 def test_property(check: Any, row: Layer, backend: Any) -> None:
     cases = accepted(backend, row, **PROPERTIES[check])
@@ -79,11 +79,7 @@ def test_property(check: Any, row: Layer, backend: Any) -> None:
         for wrt in wanted(row)
         if backend.checks(row, check) and (wrt == frozenset(row.reads) or backend.every_mask(check))
     ],
-    ids=lambda value: (
-        "+".join(sorted(value))
-        if isinstance(value, frozenset)
-        else getattr(value, "name", None) or value.__name__
-    ),
+    ids=label,
 )
 def test_derivative(check: Any, row: Layer, wrt: frozenset[str], backend: Any) -> None:
     cases = accepted(backend, row, wrt=wrt, **DERIVATIVES[check])

@@ -12,7 +12,7 @@ import pytest
 import torch
 from helpers import kept, same, step
 from properties import DERIVATIVES, PROPERTIES
-from strategies import accepted, wanted
+from strategies import accepted, label, wanted
 from test_properties import holds_for
 from torch import Tensor, fx, nn
 from torch_backend import Torch
@@ -46,18 +46,18 @@ def of(model: str, name: str) -> type[nn.Module]:
 # Its rows are rows like those of the table.
 
 
-@pytest.mark.parametrize("check", PROPERTIES, ids=lambda check: check.__name__)
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+@pytest.mark.parametrize("check", PROPERTIES, ids=label)
+@pytest.mark.parametrize("row", ROWS, ids=label)
 def test_property(check: Any, row: Any) -> None:
     cases = accepted(TORCH, row, **PROPERTIES[check])
     holds_for(TORCH, cases, lambda case: check(TORCH, row, case), share=0.5)
 
 
-@pytest.mark.parametrize("check", DERIVATIVES, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("check", DERIVATIVES, ids=label)
 @pytest.mark.parametrize(
     ("row", "wrt"),
     [(row, wrt) for row in ROWS for wrt in wanted(row)],
-    ids=lambda value: "+".join(sorted(value)) if isinstance(value, frozenset) else value.name,
+    ids=label,
 )
 def test_derivative(check: Any, row: Any, wrt: frozenset[str]) -> None:
     cases = accepted(TORCH, row, wrt=wrt, **DERIVATIVES[check])
