@@ -238,7 +238,7 @@ def classes_restored(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         for module, cls, lazily in classes:
-            module.__class__ = cls
+            _become(module, cls)
             if isinstance(module, LazyModuleMixin):
                 module.cls_to_become = lazily
 
@@ -280,6 +280,14 @@ def _set_class(module: nn.Module, cls: Class) -> None:
         # share the class, so it is not changed itself.)
         old = type(module)
         body = {k: v for k, v in vars(old).items() if k not in ("__dict__", "__weakref__")}
-        module.__class__ = type(old.__name__, (cls,), body)
+        _become(module, type(old.__name__, (cls,), body))
     else:
-        module.__class__ = cls
+        _become(module, cls)
+
+
+def _become(module: nn.Module, cls: Class) -> None:
+    module.__class__ = cls
+    # What torch 2.11 compiled looks at the class again only if some dictionary has changed.
+    attributes = vars(module)
+    attributes["_changed"] = True
+    del attributes["_changed"]
