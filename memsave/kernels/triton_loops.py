@@ -21,7 +21,8 @@ def to_bits(
     x, y, bits, size, low, high, KIND: tl.constexpr, WRITES: tl.constexpr, BYTES: tl.constexpr
 ):
     """Bits from ``x``, and of activations ``y``. (``KIND``: a test or a piece of reference.py.)"""
-    byte, element, is_byte, is_element = _places(size, BYTES)
+    # (For checkers of types, a call from Python, which never returns.)
+    byte, element, is_byte, is_element = _places(size, BYTES)  # type: ignore[misc]
     v = tl.load(x + element, mask=is_element, other=0)
     w = v
     if KIND == "relu":
@@ -59,7 +60,8 @@ def to_bits(
 @triton.jit
 def from_bits(x, y, bits, size, low, high, KIND: tl.constexpr, BYTES: tl.constexpr):
     """``y`` from ``x`` and bits: ``x`` or zero; or multiplied by ``low`` if set, else ``high``."""
-    byte, element, is_byte, is_element = _places(size, BYTES)
+    # (For checkers of types, a call from Python, which never returns.)
+    byte, element, is_byte, is_element = _places(size, BYTES)  # type: ignore[misc]
     v = tl.load(x + element, mask=is_element, other=0)
     eight = tl.load(bits + byte, mask=is_byte, other=0).to(tl.int32)
     flag = ((eight[:, None] >> tl.arange(0, 8)[None, :]) & 1) != 0
