@@ -4,9 +4,10 @@
 
 setup: .venv/installed
 
-.venv/installed: requirements-dev.txt
+.venv/installed: requirements-dev.txt pyproject.toml setup.py $(wildcard memsave/kernels/*.c*)
 	python3 -m venv .venv
 	.venv/bin/pip install -r requirements-dev.txt
+	.venv/bin/pip install --no-build-isolation --no-deps -e .
 	touch $@
 
 demo: setup

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import combinations
 from typing import Any, NamedTuple
 
@@ -44,7 +45,7 @@ from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.overrides import _get_current_function_mode, _pop_mode_temporarily
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from .kernels import are_arrays
+from .kernels import are_arrays, nodes
 from .kernels.reference import Like
 from .spec import Layer, Residuals
 
@@ -69,6 +70,7 @@ class Rule(NamedTuple):
     compiled: bool
     smooth: bool
     shapes: tuple[str, ...]
+    node: Callable[..., Tensor | None] | None = None
 
 
 class Call(NamedTuple):
@@ -96,6 +98,7 @@ def define(
     compiled: bool = True,
     smooth: bool = False,
     shapes: tuple[str, ...] | None = None,
+    node: Callable[..., Tensor | None] | None = None,
 ) -> Callable[..., Any]:
     """Make the differentiable function of a row and register its rule.
 
@@ -113,6 +116,8 @@ def define(
             by itself from the stock op.
         smooth: Whether ``bwd`` takes the gradients of the extras, too.
         shapes: Of which arguments, and of ``y``, ``bwd`` reads the shapes. Default: of all.
+        node: ``node(row.name, wrt, *args, **options)``: the layer by :mod:`memsave.kernels.nodes`,
+            if that is compiled, or ``None`` where it does not apply. It keeps what the row says.
 
     Returns:
         A function of the row's arguments (positional, ``None`` where absent) and its options
@@ -135,6 +140,7 @@ def define(
         compiled,
         smooth,
         (*row.args, "y") if shapes is None else shapes,
+        node if nodes is not None else None,
     )
     RULES[row.name] = rule
     return differentiable(rule)
@@ -146,6 +152,7 @@ def differentiable(rule: Rule) -> Callable[..., Any]:
     # of Python functions that costs: so it calls few, and looks up at definition what it can.
     row, primal, unless, autocast = rule.row, rule.primal, rule.unless, rule.autocast
     smooth, function = rule.smooth, _function(rule)
+    node = None if rule.node is None else partial(rule.node, row.name)
     # Not the row's own mappings, which torch.compile cannot trace in every version.
     names = tuple(row.args)
     wantable = tuple(place for place, name in enumerate(names) if name in row.reads)
@@ -179,6 +186,12 @@ def differentiable(rule: Rule) -> Callable[..., Any]:
             if _observer is not None:
                 arrays = {**dict(zip(names, args, strict=True)), "y": _first(y)}
                 _observer(Call(row, plan.wrt, arrays, options))
+        elif (
+            node is not None
+            and not (compiling or _observer is not None or _is_any_autocast_enabled())
+            and (y := node(plan.wrt, *args, **options)) is not None
+        ):
+            return y
         elif (
             autocast
             and (compiling or _is_any_autocast_enabled())

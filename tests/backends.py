@@ -6,4 +6,4 @@ from jax_backend import Jax
 from torch_backend import Torch
 
 TORCH, JAX, JAX_VJP = Torch(), Jax(), Jax("custom_vjp")
-BACKENDS = [TORCH, JAX, JAX_VJP]
+BACKENDS = [TORCH, TORCH.in_python(), JAX, JAX_VJP]

@@ -208,7 +208,7 @@ def test_everything_works_without_them() -> None:
     """Where nothing is compiled, and there is no Triton."""
     code = """
 import sys, torch
-for name in ("native", "cuda"):
+for name in ("native", "cuda", "nodes"):
     sys.modules["memsave.kernels." + name] = None
 import memsave.nn
 from memsave import kernels

@@ -27,7 +27,7 @@ CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 class Torch:
-    """The PyTorch backend."""
+    """The PyTorch backend: by nodes of C++ where a rule has one, if they are compiled."""
 
     name = "torch"
     layouts = LAYOUTS
@@ -49,6 +49,10 @@ class Torch:
         """Whether to check a row: in every way, or by a property."""
         return True
 
+    def in_python(self) -> Torch:
+        """The same by rules alone, for the rows that have a node."""
+        return TorchInPython({name: rule._replace(node=None) for name, rule in self.rules.items()})
+
     def every_mask(self, check: Any) -> bool:
         """Whether to check a property of derivatives on every mask, or on the largest alone."""
         return True
@@ -58,8 +62,8 @@ class Torch:
         return self.rules[row.name].bwd is not None
 
     def changed(self, name: str, **fields: Any) -> Torch:
-        """The same, with another rule for the row of this name."""
-        return Torch({**self.rules, name: self.rules[name]._replace(**fields)})
+        """The same, with another rule for the row of this name (which a node would not run)."""
+        return Torch({**self.rules, name: self.rules[name]._replace(**fields, node=None)})
 
     def following(self, row: Layer) -> Torch:
         """The same, with this row in place of the one of its name, and no stock op for it."""
@@ -271,6 +275,17 @@ class Births(TorchDispatchMode):
                 storage = leaf.untyped_storage()
                 self.born[storage._cdata] = (StorageWeakRef(storage), 8 * storage.nbytes())
         return result
+
+
+class TorchInPython(Torch):
+    """The PyTorch backend without nodes, where it would have them."""
+
+    name = "torch_in_python"
+    effort = 0.5
+
+    def checks(self, row: Layer, check: Any = None) -> bool:
+        """Whether the row has a node, so that :class:`Torch` leaves out the rule."""
+        return function.RULES[row.name].node is not None
 
 
 def _leaves(case: Case) -> dict[str, Tensor | None]:

@@ -5,13 +5,15 @@ Bits are one per element, in the storage order of what they describe.
 One interface, whatever computes it. :mod:`memsave.kernels.reference`, in plain torch, runs
 everywhere and says what each function is. The others are faster where they apply, and may be
 missing: :mod:`memsave.kernels.native` on CPU, which is compiled when the package is installed, and
-:mod:`memsave.kernels.cuda`, by Triton.
+:mod:`memsave.kernels.cuda`, by Triton. :mod:`memsave.kernels.nodes` is another kind: not passes,
+but whole layers, for the engine to call in the place of a rule.
 """
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from torch.compiler import is_dynamo_compiling
@@ -24,6 +26,11 @@ for _name in ("native", "cuda"):
         IMPLEMENTATIONS.append(importlib.import_module(f".{_name}", __name__))
     except ImportError:  # not compiled, or for a framework that is not there
         continue
+
+#: Whole layers as autograd functions of C++; ``None`` where they are not compiled for this torch.
+nodes: Any = None
+with suppress(ImportError):
+    nodes = importlib.import_module(".nodes", __name__)
 
 
 def _fastest(name: str) -> Callable[..., Any]:

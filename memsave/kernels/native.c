@@ -11,23 +11,15 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "loops.h"
+
 #if defined(__BYTE_ORDER__) && __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
 #error "Bits are read and written as integers whose first byte is the lowest."
 #endif
 
 typedef Py_ssize_t size;
 
-/* What some of the work is, from start to end, and by which thread. */
-typedef void Loop(const void *work, size start, size end, size thread);
-
 static inline size at_most(size a, size b) { return a < b ? a : b; }
-
-typedef struct {
-    const void *x;
-    void *y;
-    uint8_t *bits;
-    double a, b;
-} Arrays;
 
 /* The compiler makes each loop for two instruction sets; which one runs is found at load. (With those
    of x86-64-v4 it would load under masks, which costs select more than wider vectors give.) */
@@ -594,17 +586,27 @@ static void part(void *data) {
 }
 #endif
 
-static void in_threads(Task task, size threads, size elements) {
-    Py_BEGIN_ALLOW_THREADS;
+static void run(Task task, size threads, size elements) {
 #if defined(__GNUC__) && !defined(_WIN32)
     if (threads > 1 && elements > GRAIN && !is_fork && GOMP_parallel && omp_get_thread_num &&
         omp_get_num_threads) {
         has_team = 1;
         GOMP_parallel(part, &task, (unsigned)threads, 0);
-    } else
+        return;
+    }
 #endif
-        task.loop(task.work, 0, task.count, 0);
+    task.loop(task.work, 0, task.count, 0);
+}
+
+static void in_threads(Task task, size threads, size elements) {
+    Py_BEGIN_ALLOW_THREADS;
+    run(task, threads, elements);
     Py_END_ALLOW_THREADS;
+}
+
+/* Over bits: whole bytes of them, and vectors. */
+static void run_over_bits(Loop *loop, const Arrays *arrays, size elements, size threads) {
+    run((Task){loop, arrays, elements, 4096}, threads, elements);
 }
 
 /* The module. */
@@ -751,15 +753,17 @@ static int is_unobserved(void) {
     return 1;
 }
 
-static Loop *loop_of(size family, const DLTensor *x) {
+static Loop *loop_for(size family, int code, int bits) {
     static const uint8_t KINDS[4][2] = {{FLOAT, 32}, {FLOAT, 64}, {BFLOAT, 16}, {FLOAT, 16}};
     if (family < 0 || family >= COUNT(OVER_BITS)) return NULL;
     for (int k = 0; k < 4; k++)
-        if (OVER_BITS[family].by_size ? x->bits == 8 << k
-                                      : x->code == KINDS[k][0] && x->bits == KINDS[k][1])
+        if (OVER_BITS[family].by_size ? bits == 8 << k
+                                      : code == KINDS[k][0] && bits == KINDS[k][1])
             return OVER_BITS[family].loops[k];
     return NULL;
 }
+
+static Loop *loop_of(size family, const DLTensor *x) { return loop_for(family, x->code, x->bits); }
 
 static int is_stored_as(const DLTensor *x, PyObject *stride) {
     if (PyTuple_Size(stride) != x->ndim) return PyErr_Clear(), 0;
@@ -812,7 +816,9 @@ static PyObject *end(Pass *pass, PyObject *x, int output) {
     if (threads < 0) return NULL;
     PyObject *y = output == NEW ? tensor_of(torch.empty_like, x, &pass->arrays.y) : Py_NewRef(x);
     if (!y) return NULL;
-    in_threads((Task){pass->loop, &pass->arrays, pass->elements, 4096}, threads, pass->elements);
+    Py_BEGIN_ALLOW_THREADS;
+    run_over_bits(pass->loop, &pass->arrays, pass->elements, threads);
+    Py_END_ALLOW_THREADS;
     if (output == INPLACE) {
         PyObject *nothing = PyObject_CallFunctionObjArgs(torch.overwritten, x, NULL);
         if (!nothing) Py_CLEAR(y);
@@ -1091,6 +1097,11 @@ static int add_names(PyObject *module, const Named *table, size count) {
 }
 
 static int add_loops(PyObject *module) {
+    static const Loops loops = {loop_for, run_over_bits};
+    PyObject *capsule = PyCapsule_New((void *)&loops, LOOPS, NULL);
+    const int failed = !capsule || PyModule_AddObjectRef(module, "loops", capsule) < 0;
+    Py_XDECREF(capsule);
+    if (failed) return -1;
     if (add_names(module, NORMS, COUNT(NORMS))) return -1;
     for (size k = 0; k < COUNT(OVER_BITS); k++)
         if (PyModule_AddIntConstant(module, OVER_BITS[k].name, (long)k) < 0) return -1;

@@ -70,7 +70,11 @@ def _relu_bwd(
     return {"x": _select(g, saved["positive"], shapes["y"])}
 
 
-_relu = define(spec.RELU, _relu_primal, _relu_bwd, _relu_fwd, shapes=("y",))
+def _relu_node(row: str, wrt: Mask, x: Tensor, *, inplace: bool = False) -> Tensor | None:
+    return kernels.nodes.bits(row, x, inplace, "relu", 0.0, 0.0)
+
+
+_relu = define(spec.RELU, _relu_primal, _relu_bwd, _relu_fwd, shapes=("y",), node=_relu_node)
 _relu_from_output = define(spec.RELU_FROM_OUTPUT, _relu_primal)
 
 
@@ -79,6 +83,7 @@ def _define(
     primal: Callable[..., Tensor],
     piece: Callable[..., tuple[str, float, float]],
     gradient: Callable[..., Tensor],
+    backward: Callable[..., tuple[Any, ...]] = lambda **_: ("select",),
 ) -> Callable[..., Tensor]:
     """The rule of a row whose one extra says where a gradient passes.
 
@@ -86,6 +91,7 @@ def _define(
         piece: ``piece(**options)``: one of :data:`memsave.kernels.reference.PIECES`, and its
             numbers.
         gradient: ``gradient(g, bits, like, **options)``.
+        backward: ``backward(**options)``: the same, as :func:`memsave.kernels.nodes.bits` has it.
     """
     (extra,) = row.extras
 
@@ -98,7 +104,12 @@ def _define(
     def bwd(g: Tensor, wrt: Mask, saved: Saved, shapes: Shapes, **options: Any) -> Grads:
         return {"x": gradient(g, saved[extra], shapes["y"], **options)}
 
-    return define(row, primal, bwd, fwd, shapes=("y",))
+    def node(
+        row: str, wrt: Mask, x: Tensor, *, inplace: bool = False, **options: Any
+    ) -> Tensor | None:
+        return kernels.nodes.bits(row, x, inplace, *piece(**options), *backward(**options))
+
+    return define(row, primal, bwd, fwd, shapes=("y",), node=node)
 
 
 def _where_it_passes(g: Tensor, bits: Tensor, like: Like | None, **_: Any) -> Tensor:
@@ -110,6 +121,7 @@ _leaky_relu = _define(
     lambda x, negative_slope, inplace=False: F.leaky_relu(x, negative_slope, inplace),
     lambda negative_slope: ("leaky_relu", negative_slope, 0.0),
     lambda g, bits, like, negative_slope, **_: _scale(g, bits, like, negative_slope),
+    lambda negative_slope: ("scale", 1.0, negative_slope),
 )
 _relu6 = _define(
     spec.RELU6,
@@ -134,6 +146,7 @@ _hardsigmoid = _define(
     lambda x, inplace=False: F.hardsigmoid(x, inplace),
     lambda: ("hardsigmoid", -3.0, 3.0),
     lambda g, bits, like, **_: _select(g, bits, like, ONE_SIXTH),
+    lambda: ("part", ONE_SIXTH),
 )
 _hardshrink = _define(
     spec.HARDSHRINK,

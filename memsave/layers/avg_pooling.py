@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .. import spec
+from .. import kernels, spec
 from ..function import Grads, Mask, Saved, Shapes, define
 from .module import drop_in
 from .shape import Ints, in_format, per_axis, placeholder
@@ -69,6 +69,44 @@ def _adaptive_bwd(
     return {"x": dx.squeeze(-2) if dims == 1 else in_format(dx, shapes["x"])}
 
 
+def _recipe(
+    dims: int,
+    x: Tensor,
+    *,
+    kernel_size: Ints,
+    stride: Ints | None = None,
+    padding: Ints = 0,
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+    divisor_override: int | None = None,
+) -> int | None:
+    """Of :func:`_bwd`, for :mod:`memsave.kernels.nodes`."""
+    kernel = per_axis(kernel_size, dims)
+    sizes = (kernel, per_axis(stride or kernel_size, dims), per_axis(padding, dims))
+    rest = (bool(ceil_mode), bool(count_include_pad), divisor_override)
+    if dims == 1:
+        sizes = tuple([fill, *size] for fill, size in zip((1, 1, 0), sizes, strict=True))
+    op = f"aten::avg_pool{max(dims, 2)}d_backward"
+    return kernels.nodes.recipe(op, ("g", "x", *map(tuple, sizes), *rest), dims == 1)
+
+
+def _adaptive_recipe(dims: int, x: Tensor, *, output_size: Any) -> int | None:
+    """Of :func:`_adaptive_bwd`."""
+    op = f"aten::_adaptive_avg_pool{max(dims, 2)}d_backward"
+    return kernels.nodes.recipe(op, ("g", "x"), dims == 1)
+
+
+def _node(
+    primal: Callable[..., Tensor],
+    recipe: Callable[..., int | None],
+    row: str,
+    wrt: Mask,
+    x: Tensor,
+    **options: Any,
+) -> Tensor | None:
+    return kernels.nodes.adjoint(row, recipe, primal, (), (x,), options)
+
+
 def _stock_keeps_x(*, output_size: Any) -> bool:
     """But to one element per channel, where torch takes the mean."""
     sizes = output_size if isinstance(output_size, list | tuple) else [output_size]
@@ -76,7 +114,12 @@ def _stock_keeps_x(*, output_size: Any) -> bool:
 
 
 _avg_pool1d, _avg_pool2d, _avg_pool3d = (
-    define(row, AVG_POOL[dims], partial(_bwd, dims))
+    define(
+        row,
+        AVG_POOL[dims],
+        partial(_bwd, dims),
+        node=partial(_node, AVG_POOL[dims], partial(_recipe, dims)),
+    )
     for dims, row in ((1, spec.AVG_POOL1D), (2, spec.AVG_POOL2D), (3, spec.AVG_POOL3D))
 )
 _adaptive_avg_pool1d, _adaptive_avg_pool2d, _adaptive_avg_pool3d = (
@@ -86,6 +129,7 @@ _adaptive_avg_pool1d, _adaptive_avg_pool2d, _adaptive_avg_pool3d = (
         partial(_adaptive_bwd, dims),
         stock_keeps=lambda wrt: (),
         unless=_stock_keeps_x,
+        node=partial(_node, ADAPTIVE[dims], partial(_adaptive_recipe, dims)),
     )
     for dims, row in (
         (1, spec.ADAPTIVE_AVG_POOL1D),

@@ -161,6 +161,25 @@ def _cast(grads: dict[str, Tensor | None], wrt: Mask, shapes: Shapes) -> Grads:
     return {name: grads[name].to(shapes[name].dtype) for name in wrt}  # type: ignore[union-attr]
 
 
+def _node_eval(
+    row: str,
+    wrt: Mask,
+    x: Tensor,
+    mean: Tensor,
+    var: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    *,
+    eps: float,
+) -> Tensor | None:
+    if wrt != _INPUT:
+        return None
+    args = (x, mean, var, weight, bias)
+    return kernels.nodes.batch_norm_eval(row, _primal_eval, (var, weight), args, {"eps": eps}, eps)
+
+
+_INPUT = frozenset({"x"})
+
 # torch.compile decomposes stock batch_norm, and then keeps no more than these rows.
 _batch_norm_eval = define(
     spec.BATCH_NORM_EVAL,
@@ -169,6 +188,7 @@ _batch_norm_eval = define(
     stock_keeps=lambda wrt: ("x", "running_mean", "running_var", "weight"),
     compiled=False,
     shapes=("x", "weight", "bias"),
+    node=_node_eval,
 )
 _batch_norm_train = define(
     spec.BATCH_NORM_TRAIN, _primal_train, _bwd_train, _fwd_train, compiled=False

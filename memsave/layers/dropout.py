@@ -164,9 +164,20 @@ def _feature_bwd(
     return {"x": g * noise}
 
 
+def _feature_node(
+    row: str, wrt: Mask, x: Tensor, *, p: float, inplace: bool = False
+) -> Tensor | None:
+    return None if inplace or x.ndim < 2 else kernels.nodes.feature_dropout(row, x, p)
+
+
 _alpha_dropout = define(spec.ALPHA_DROPOUT, _alpha_primal, _alpha_bwd, _alpha_fwd, compiled=False)
 _feature_dropout = define(
-    spec.FEATURE_DROPOUT, _feature_primal, _feature_bwd, _feature_fwd, compiled=False
+    spec.FEATURE_DROPOUT,
+    _feature_primal,
+    _feature_bwd,
+    _feature_fwd,
+    compiled=False,
+    node=_feature_node,
 )
 
 

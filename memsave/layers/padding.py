@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .. import spec
+from .. import kernels, spec
 from ..function import Grads, Mask, Saved, Shapes, define
 from .module import drop_in
 from .shape import in_format, placeholder
@@ -24,17 +24,32 @@ def _primal(x: Tensor, *, pad: Sequence[int], mode: str) -> Tensor:
 def _bwd(
     g: Tensor, wrt: Mask, saved: Saved, shapes: Shapes, *, pad: Sequence[int], mode: str
 ) -> Grads:
-    kind = {"reflect": "reflection", "replicate": "replication"}[mode]
-    backward = getattr(torch.ops.aten, f"{kind}_pad{len(pad) // 2}d_backward")
+    backward = getattr(torch.ops.aten, _backward(pad, mode))
     dx = backward(g, placeholder(g, shapes["x"]), pad)
     return {"x": in_format(dx, shapes["x"])}
+
+
+def _backward(pad: Sequence[int], mode: str) -> str:
+    """The name of torch's operation."""
+    kind = {"reflect": "reflection", "replicate": "replication"}[mode]
+    return f"{kind}_pad{len(pad) // 2}d_backward"
+
+
+def _recipe(x: Tensor, *, pad: Sequence[int], mode: str) -> int | None:
+    return kernels.nodes.recipe(f"aten::{_backward(pad, mode)}", ("g", "x", tuple(pad)))
+
+
+def _node(row: str, wrt: Mask, x: Tensor, **options: Any) -> Tensor | None:
+    return kernels.nodes.adjoint(row, _recipe, _primal, (), (x,), options)
 
 
 def _stock_keeps_x(*, pad: Sequence[int], mode: str) -> bool:
     return mode != "circular"
 
 
-_pad = define(spec.PAD, _primal, _bwd, stock_keeps=lambda wrt: (), unless=_stock_keeps_x)
+_pad = define(
+    spec.PAD, _primal, _bwd, stock_keeps=lambda wrt: (), unless=_stock_keeps_x, node=_node
+)
 
 
 def pad(

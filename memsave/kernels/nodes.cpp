@@ -1,0 +1,449 @@
+/* Layers as autograd functions of C++: no Python runs in forward or backward of the most frequent ones.
+
+   Compiled against the torch that is installed (setup.py), and only loaded by that very version. A
+   function here takes a call or returns None: nodes.py says what they compute, and everything else, as
+   what they leave, are the rules in Python. Bits are those of native.c, by its loops. */
+
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/python_cpp_function.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/utils/object_ptr.h>
+
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+#include <ATen/PythonTorchFunctionTLS.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <deque>
+
+extern "C" {
+#include "loops.h"
+}
+
+namespace {
+
+using at::Tensor;
+using torch::autograd::AutogradContext;
+using torch::autograd::CppNode;
+using torch::autograd::Function;
+using torch::autograd::variable_list;
+
+const Loops *loops;
+
+/* Whether no mode has to see every operation. */
+bool is_unobserved() {
+    return !c10::impl::TorchDispatchModeTLS::stack_len() && !at::impl::PythonTorchFunctionTLS::stack_len();
+}
+
+/* Whether it is memory and nothing else: on CPU, strided, not negated, fake, wrapped or batched. */
+bool is_plain(const Tensor &x) {
+    static const auto plain = at::empty({0}, at::kFloat).key_set();
+    return x.key_set() == plain && x.unsafeGetTensorImpl()->has_storage();
+}
+
+Loop *loop_for(int64_t family, at::ScalarType dtype) {
+    const int code = dtype == at::kBFloat16 ? 4 : at::isFloatingType(dtype) ? 2 : 1; /* of DLPack */
+    return loops->of(family, code, 8 * (int)c10::elementSize(dtype));
+}
+
+void run(Loop *loop, const Tensor &x, const Tensor &y, const Tensor &bits, double a, double b) {
+    const Arrays arrays = {x.const_data_ptr(), y.defined() ? y.mutable_data_ptr() : nullptr,
+                           (uint8_t *)bits.mutable_data_ptr(), a, b};
+    loops->run(loop, &arrays, x.numel(), at::get_num_threads());
+}
+
+Tensor empty_bits(const Tensor &x) {
+    return at::empty({(x.numel() + 7) / 8}, x.options().dtype(at::kByte));
+}
+
+/* As a tensor of booleans, by operations that every mode can see. */
+Tensor unpack(const Tensor &bits, at::IntArrayRef shape, at::IntArrayRef stride) {
+    const Tensor eight = at::arange(8, bits.options());
+    const Tensor booleans = bits.unsqueeze(-1).bitwise_right_shift(eight).bitwise_and(1).to(at::kBool);
+    return booleans.view(-1).as_strided(shape, stride);
+}
+
+/* Backward of activations that are linear in pieces, as native.c has it: what of g passes, and what
+   becomes of the rest. */
+enum Family : int64_t { SELECT, PART, SCALE };
+int64_t family_of[3];
+
+Tensor from_bits(Family family, const Tensor &g, const Tensor &bits, at::IntArrayRef stride, double a,
+                 double b) {
+    const bool differentiated = at::GradMode::is_enabled() && g.requires_grad();
+    if (differentiated || !is_plain(g) || !is_plain(bits) || !is_unobserved()) {
+        const Tensor mask = unpack(bits, g.sizes(), stride);
+        if (family == SCALE) return at::where(mask, a == 1 ? g : g * a, g * b);
+        const Tensor selected = at::where(mask, g, at::zeros({}, g.options()));
+        return family == PART ? selected * a : selected;
+    }
+    at::AutoDispatchBelowADInplaceOrView guard;
+    Tensor in_order = g;
+    if (g.strides() != stride) in_order = at::empty_strided(g.sizes(), stride, g.options()).copy_(g);
+    Tensor dx = at::empty_strided(g.sizes(), stride, g.options());
+    run(loop_for(family_of[family], g.scalar_type()), in_order, dx, bits, a, b);
+    return dx;
+}
+
+/* A layer, computed already: what is kept and remembered for backward, as an autograd function. */
+struct Made {
+    Tensor y;
+    variable_list kept;
+    ska::flat_hash_map<std::string, at::IValue> call;
+    bool inplace = false;
+};
+
+Tensor bits_backward(AutogradContext *, const Tensor &);
+Tensor feature_dropout_backward(AutogradContext *, const Tensor &);
+Tensor batch_norm_eval_backward(AutogradContext *, const Tensor &);
+Tensor adjoint_backward(AutogradContext *, const Tensor &);
+enum Kind : int64_t { BITS, FEATURE_DROPOUT, BATCH_NORM_EVAL, ADJOINT };
+Tensor (*const BACKWARD[])(AutogradContext *, const Tensor &) = {
+    bits_backward, feature_dropout_backward, batch_norm_eval_backward, adjoint_backward};
+
+struct Layer : Function<Layer> {
+    static Tensor forward(AutogradContext *ctx, const Tensor &x, Made *made) {
+        ctx->set_materialize_grads(false);
+        ctx->save_for_backward(made->kept);
+        ctx->saved_data = std::move(made->call);
+        if (made->inplace) ctx->mark_dirty({x});
+        return made->y;
+    }
+
+    static variable_list backward(AutogradContext *ctx, variable_list gs) {
+        if (!gs[0].defined()) return variable_list(2);
+        return {BACKWARD[ctx->saved_data.at("kind").toInt()](ctx, gs[0]), Tensor()};
+    }
+};
+
+/* The layer of a row, differentiable in x. */
+PyObject *layer(PyObject *row, const Tensor &x, Kind kind, Made &made) {
+    Py_ssize_t length;
+    const char *name = PyUnicode_AsUTF8AndSize(row, &length);
+    if (!name) return nullptr;
+    made.call["row"] = std::string(name, length);
+    made.call["kind"] = (int64_t)kind;
+    return THPVariable_Wrap(Layer::apply(x, &made));
+}
+
+/* As the Python class of an autograd function is named. */
+PyObject *name_of(PyObject *self, PyObject *) {
+    HANDLE_TH_ERRORS
+    const auto *node = (CppNode<Layer> *)((torch::autograd::THPCppFunction *)self)->cdata.get();
+    std::string name = "Memsave";
+    bool starts = true;
+    for (const char letter : node->ctx_.saved_data.at("row").toStringRef()) {
+        if (letter != '_' && letter != '.') name += starts ? (char)std::toupper(letter) : letter;
+        starts = letter == '_' || letter == '.';
+    }
+    return PyUnicode_FromString((name + "Backward").c_str());
+    END_HANDLE_TH_ERRORS
+}
+
+/* Of torch's own classes, and such that a loop can run over it. */
+const Tensor *plain(PyObject *x) {
+    if (!THPVariable_CheckExact(x) || !is_unobserved()) return nullptr;
+    const Tensor &tensor = THPVariable_Unpack(x);
+    return is_plain(tensor) && tensor.is_non_overlapping_and_dense() ? &tensor : nullptr;
+}
+
+bool numbers(PyObject *const *args, double *out, int count) {
+    for (int k = 0; k < count; k++) {
+        if (!PyFloat_CheckExact(args[k]) && !PyLong_CheckExact(args[k])) return false;
+        out[k] = PyFloat_AsDouble(args[k]);
+        if (out[k] == -1 && PyErr_Occurred()) return PyErr_Clear(), false;
+    }
+    return true;
+}
+
+/* By a stock operation in Python: primal(*args, **options). */
+bool compute(PyObject *primal, PyObject *args, PyObject *options, Tensor &y) {
+    at::AutoGradMode without(false);
+    THPObjectPtr result(PyObject_Call(primal, args, options));
+    if (!result) return false;
+    y = THPVariable_Unpack(result.get());
+    if (y.is_view()) y = y.variable_data();
+    return true;
+}
+
+PyObject *bits(PyObject *, PyObject *const *args, Py_ssize_t count) {
+    HANDLE_TH_ERRORS
+    TORCH_CHECK_TYPE(count == 9 || (count == 11 && PyTuple_CheckExact(args[10])),
+                     "bits takes 9 arguments, or a function and a tuple more");
+    const Tensor *x = plain(args[1]);
+    double number[4];
+    const int64_t forward = PyLong_AsLongLong(args[2]), family = PyLong_AsLongLong(args[6]);
+    if (PyErr_Occurred()) return nullptr;
+    TORCH_CHECK_INDEX(family >= 0 && family <= SCALE, "no such family");
+    if (!x || !numbers(args + 4, number, 2) || !numbers(args + 7, number + 2, 2)) Py_RETURN_NONE;
+    Loop *loop = loop_for(forward, x->scalar_type());
+    if (!loop || !loop_for(family_of[family], x->scalar_type())) Py_RETURN_NONE;
+    const int inplace = PyObject_IsTrue(args[3]);
+    if (inplace < 0) return nullptr;
+    Made made;
+    if (count > 9 && inplace) Py_RETURN_NONE;
+    if (count > 9 && !compute(args[9], args[10], nullptr, made.y)) return nullptr;
+    {
+        pybind11::gil_scoped_release unlocked;
+        at::AutoDispatchBelowADInplaceOrView guard;
+        if (!made.y.defined()) made.y = inplace ? *x : at::empty_like(*x);
+        made.kept = {empty_bits(*x)};
+        run(loop, *x, made.y, made.kept[0], number[0], number[1]);
+    }
+    made.inplace = inplace;
+    made.call["family"] = family;
+    if (family != SELECT) made.call["a"] = number[2], made.call["b"] = number[3];
+    if (!x->is_contiguous()) made.call["stride"] = made.y.strides();
+    return layer(args[0], *x, BITS, made);
+    END_HANDLE_TH_ERRORS
+}
+
+Tensor bits_backward(AutogradContext *ctx, const Tensor &g) {
+    auto &call = ctx->saved_data;
+    const auto family = (Family)call.at("family").toInt();
+    const double a = family == SELECT ? 1 : call.at("a").toDouble();
+    const double b = family == SELECT ? 0 : call.at("b").toDouble();
+    const auto found = call.find("stride");
+    const auto stride = found == call.end() ? c10::contiguous_strides(g.sizes())
+                                            : found->second.toDimVector();
+    return from_bits(family, g, ctx->get_saved_variables()[0], stride, a, b);
+}
+
+/* Dropout of whole channels. The order of the operations is torch's, for the last bit. */
+at::DimVector channels(const Tensor &x) {
+    at::DimVector shape(x.dim(), 1);
+    shape[0] = x.size(0), shape[1] = x.size(1);
+    return shape;
+}
+
+PyObject *feature_dropout(PyObject *, PyObject *const *args, Py_ssize_t count) {
+    HANDLE_TH_ERRORS
+    TORCH_CHECK_TYPE(count == 4, "feature_dropout takes 4 arguments");
+    const Tensor *x = plain(args[1]);
+    const int64_t above = PyLong_AsLongLong(args[2]);
+    double p;
+    if (PyErr_Occurred()) return nullptr;
+    if (!x || !numbers(args + 3, &p, 1)) Py_RETURN_NONE;
+    Loop *loop = loop_for(above, x->scalar_type());
+    if (!loop) Py_RETURN_NONE;
+    Made made;
+    {
+        pybind11::gil_scoped_release unlocked;
+        at::AutoDispatchBelowADInplaceOrView guard;
+        const Tensor noise = at::empty(channels(*x), x->options()).bernoulli_(1 - p).div_(1 - p);
+        made.kept = {empty_bits(noise)};
+        run(loop, noise, Tensor(), made.kept[0], 0, 0);
+        made.y = *x * noise;
+    }
+    made.call["p"] = p;
+    return layer(args[0], *x, FEATURE_DROPOUT, made);
+    END_HANDLE_TH_ERRORS
+}
+
+Tensor feature_dropout_backward(AutogradContext *ctx, const Tensor &g) {
+    const Tensor bits = ctx->get_saved_variables()[0];
+    const double p = ctx->saved_data.at("p").toDouble();
+    const auto shape = channels(g);
+    if (!is_plain(bits) || !is_unobserved())
+        return g * unpack(bits, shape, c10::contiguous_strides(shape)).to(g.scalar_type()).div(1 - p);
+    const Tensor noise = at::empty(shape, bits.options().dtype(g.scalar_type()));
+    const uint8_t *bytes = bits.const_data_ptr<uint8_t>();
+    AT_DISPATCH_FLOATING_TYPES(g.scalar_type(), "noise", [&] {
+        scalar_t *values = noise.mutable_data_ptr<scalar_t>();
+        for (int64_t k = 0; k < noise.numel(); k++)
+            values[k] = bytes[k / 8] >> k % 8 & 1 ? 1 / (scalar_t)(1 - p) : 0;
+    });
+    return g * noise;
+}
+
+/* Batch normalization by constants: the variance, and the weight if there is one. */
+Tensor batch_norm_eval_backward(AutogradContext *ctx, const Tensor &g) {
+    const auto kept = ctx->get_saved_variables();
+    Tensor scale = kept[0].add(ctx->saved_data.at("eps").toDouble()).rsqrt();
+    if (kept.size() > 1) scale = scale * kept[1];
+    at::DimVector shape(g.dim(), 1);
+    shape[1] = scale.numel();
+    return g * scale.view(shape);
+}
+
+/* A stock operation whose gradient is one operation on that of its output, called by its name. */
+struct Recipe {
+    c10::OperatorHandle op;
+    std::vector<at::IValue> args; /* Constants, */
+    std::vector<char> kinds;      /* or what a letter stands for (see methods below). */
+    bool flat;                    /* It wants an axis more: of length 1, before the last. */
+};
+std::deque<Recipe> recipes; /* for good: references to them stay */
+
+Tensor adjoint_backward(AutogradContext *ctx, const Tensor &given) {
+    const auto &recipe = *(const Recipe *)(intptr_t)ctx->saved_data.at("recipe").toInt();
+    const auto kept = ctx->get_saved_variables();
+    const Tensor g = recipe.flat ? given.unsqueeze(-2) : given;
+    size_t next = 0;
+    torch::jit::Stack stack;
+    stack.reserve(recipe.args.size());
+    for (size_t k = 0; k < recipe.args.size(); k++) switch (recipe.kinds[k]) {
+        case 'g': stack.emplace_back(g); break;
+        case 'k': stack.emplace_back(kept.at(next++)); break;
+        case 'x': {
+            const Tensor x = at::empty({1}, g.options()).expand(ctx->saved_data.at("shape").toDimVector());
+            stack.emplace_back(recipe.flat ? x.unsqueeze(-2) : x);
+            break;
+        }
+        default: stack.push_back(recipe.args[k]);
+    }
+    recipe.op.callBoxed(stack);
+    const Tensor dx = stack[0].toTensor();
+    return recipe.flat ? dx.squeeze(-2) : dx;
+}
+
+/* A constant of a recipe; undefined with an error. */
+std::optional<at::IValue> constant(PyObject *arg) {
+    if (arg == Py_None) return at::IValue();
+    if (PyBool_Check(arg)) return at::IValue(arg == Py_True);
+    if (PyLong_CheckExact(arg)) return at::IValue((int64_t)PyLong_AsLongLong(arg));
+    if (PyFloat_CheckExact(arg)) return at::IValue(PyFloat_AsDouble(arg));
+    if (PyTuple_CheckExact(arg)) {
+        std::vector<int64_t> integers;
+        std::vector<bool> flags;
+        for (Py_ssize_t k = 0; k < PyTuple_GET_SIZE(arg); k++) {
+            PyObject *item = PyTuple_GET_ITEM(arg, k);
+            if (PyBool_Check(item)) flags.push_back(item == Py_True);
+            else if (PyLong_CheckExact(item)) integers.push_back(PyLong_AsLongLong(item));
+            else return std::nullopt;
+        }
+        if (flags.empty()) return at::IValue(integers);
+        c10::List<bool> list;
+        for (const bool flag : flags) list.push_back(flag);
+        return at::IValue(list);
+    }
+    return std::nullopt;
+}
+
+PyObject *recipe(PyObject *, PyObject *given) {
+    HANDLE_TH_ERRORS
+    const char *name;
+    PyObject *args;
+    int flat;
+    if (!PyArg_ParseTuple(given, "sO!p:recipe", &name, &PyTuple_Type, &args, &flat)) return nullptr;
+    const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name, "");
+    Recipe made = {op, {}, {}, (bool)flat};
+    TORCH_CHECK(op.schema().arguments().size() == (size_t)PyTuple_GET_SIZE(args), name);
+    for (Py_ssize_t k = 0; k < PyTuple_GET_SIZE(args); k++) {
+        PyObject *arg = PyTuple_GET_ITEM(args, k);
+        if (PyUnicode_Check(arg)) {
+            made.kinds.push_back((char)PyUnicode_READ_CHAR(arg, 0));
+            made.args.emplace_back();
+            continue;
+        }
+        const auto value = constant(arg);
+        if (PyErr_Occurred()) return nullptr;
+        TORCH_CHECK_TYPE(value.has_value(), "not a constant: ", Py_TYPE(arg)->tp_name);
+        made.kinds.push_back(0);
+        made.args.push_back(*value);
+    }
+    recipes.push_back(std::move(made));
+    return PyLong_FromSize_t(recipes.size() - 1);
+    END_HANDLE_TH_ERRORS
+}
+
+/* What is kept, if it is plain. */
+bool keep(PyObject *tensors, variable_list &kept) {
+    for (Py_ssize_t k = 0; k < PyTuple_GET_SIZE(tensors); k++) {
+        PyObject *one = PyTuple_GET_ITEM(tensors, k);
+        if (one == Py_None) continue;
+        if (!THPVariable_CheckExact(one) || !is_plain(THPVariable_Unpack(one))) return false;
+        kept.push_back(THPVariable_Unpack(one));
+    }
+    return true;
+}
+
+PyObject *batch_norm_eval(PyObject *, PyObject *const *args, Py_ssize_t count) {
+    HANDLE_TH_ERRORS
+    TORCH_CHECK_TYPE(count == 6 && PyTuple_CheckExact(args[2]) && PyTuple_CheckExact(args[3]),
+                     "batch_norm_eval takes a name, a function, two tuples, a dict and eps");
+    const Tensor *x = plain(PyTuple_GET_ITEM(args[3], 0));
+    Made made;
+    double eps;
+    if (!x || !x->numel() || !keep(args[2], made.kept) || !numbers(args + 5, &eps, 1)) Py_RETURN_NONE;
+    for (const Tensor &vector : made.kept)
+        if (vector.scalar_type() != x->scalar_type()) Py_RETURN_NONE;
+    if (c10::elementSize(x->scalar_type()) < 4) Py_RETURN_NONE;
+    if (!compute(args[1], args[3], args[4], made.y)) return nullptr;
+    made.call["eps"] = eps;
+    return layer(args[0], *x, BATCH_NORM_EVAL, made);
+    END_HANDLE_TH_ERRORS
+}
+
+PyObject *adjoint(PyObject *, PyObject *const *args, Py_ssize_t count) {
+    HANDLE_TH_ERRORS
+    TORCH_CHECK_TYPE(count == 6 && PyTuple_CheckExact(args[3]) && PyTuple_CheckExact(args[4]),
+                     "adjoint takes a name, two functions, two tuples and a dict");
+    const Tensor *x = plain(PyTuple_GET_ITEM(args[4], 0));
+    Made made;
+    if (!x || !x->is_contiguous() || !x->numel() || !keep(args[3], made.kept)) Py_RETURN_NONE;
+    if (!compute(args[2], args[4], args[5], made.y)) return nullptr;
+    THPObjectPtr number(PyObject_Call(args[1], args[4], args[5]));
+    if (!number) return nullptr;
+    if (number.get() == Py_None) Py_RETURN_NONE;
+    const size_t index = PyLong_AsSize_t(number.get());
+    if (PyErr_Occurred()) return nullptr;
+    TORCH_CHECK_INDEX(index < recipes.size(), "no such recipe");
+    made.call["recipe"] = (int64_t)(intptr_t)&recipes[index];
+    made.call["shape"] = x->sizes();
+    return layer(args[0], *x, ADJOINT, made);
+    END_HANDLE_TH_ERRORS
+}
+
+PyObject *connect(PyObject *, PyObject *args) {
+    PyObject *capsule;
+    long long families[3];
+    if (!PyArg_ParseTuple(args, "OLLL:connect", &capsule, &families[0], &families[1], &families[2]))
+        return nullptr;
+    loops = (const Loops *)PyCapsule_GetPointer(capsule, LOOPS);
+    if (!loops) return nullptr;
+    for (int k = 0; k < 3; k++) family_of[k] = families[k];
+
+    using namespace torch::autograd;
+    static PyTypeObject type = {PyVarObject_HEAD_INIT(nullptr, 0)};
+    static PyGetSetDef properties[] = {THP_FUNCTION_DEFAULT_PROPERTIES, {nullptr}};
+    static PyMethodDef functions[] = {
+        {"name", name_of, METH_NOARGS, nullptr},
+        {"register_hook", THPCppFunction_register_hook, METH_O, nullptr},
+        {"register_prehook", THPCppFunction_register_prehook, METH_O, nullptr},
+        {"_register_hook_dict", THPCppFunction_register_hook_dict, METH_O, nullptr},
+        {"_sequence_nr", THPCppFunction_sequence_nr, METH_NOARGS, nullptr},
+        {nullptr}};
+    _initFunctionPyTypeObject(type, "MemsaveLayerBackward", properties, functions);
+    registerCppFunction(typeid(CppNode<Layer>), &type);
+    Py_RETURN_NONE;
+}
+
+#define FAST(NAME) (PyCFunction)(void (*)()) NAME, METH_FASTCALL
+PyMethodDef methods[] = {
+    {"connect", connect, METH_VARARGS, "connect(loops, select, part, scale): to those of native.c"},
+    {"bits", FAST(bits),
+     "bits(row, x, loop, inplace, low, high, family, a, b, [op, args]): x by a loop (or by op(*args)) that "
+     "says bits, of which backward makes g, or +0 (family 0); g * a, or +0 (1); g * a, or g * b (2)"},
+    {"feature_dropout", FAST(feature_dropout), "feature_dropout(row, x, loop, p), with the loop for bits"},
+    {"batch_norm_eval", FAST(batch_norm_eval),
+     "batch_norm_eval(row, primal, (variance, weight | None), args, options, eps): "
+     "primal(*args, **options), by constants"},
+    {"recipe", recipe, METH_VARARGS,
+     "recipe(op, args, flat): the number of one. Of args, 'g' is the gradient of the output, 'x' a "
+     "stand-in that has the shape of the input, 'k' the next of what is kept"},
+    {"adjoint", FAST(adjoint),
+     "adjoint(row, recipe_of, primal, kept, args, options): primal(*args, **options), whose gradient with "
+     "respect to args[0] is by the recipe that recipe_of says, of the same arguments"},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_nodes", "Layers as nodes.", -1, methods,
+                          nullptr, nullptr, nullptr, nullptr};
+
+}  // namespace
+
+#define JOINED(A, B) A##B
+#define INIT(NAME) JOINED(PyInit_, NAME)
+PyMODINIT_FUNC INIT(MEMSAVE_NODES)() { return PyModule_Create(&definition); }

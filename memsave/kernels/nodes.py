@@ -1,0 +1,86 @@
+"""Whole layers as autograd functions of C++ (nodes.cpp), where they are compiled for this torch.
+
+Each function returns the output of a layer, which has its gradient, or ``None`` where it does not
+apply: the layer's rule, in Python, computes the same and keeps the same. Compiled against one
+version of torch, whose name it bears, so that no other loads it: see README.md.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import native
+from .reference import PIECES
+
+NAME = "_nodes_" + re.sub(r"\W", "_", torch.__version__)
+_nodes = importlib.import_module(f".{NAME}", __package__)
+_native = native._native
+_nodes.connect(_native.loops, _native.select, _native.part, _native.scale)
+
+BACKWARD = {"select": 0, "part": 1, "scale": 2}
+
+
+def bits(
+    row: str,
+    x: Tensor,
+    inplace: bool,
+    name: str,
+    low: float,
+    high: float,
+    backward: str = "select",
+    a: float = 1.0,
+    b: float = 0.0,
+) -> Tensor | None:
+    """ReLU, or as :func:`memsave.kernels.piecewise`. Of its gradient ``g``, the bits select ``g``
+    or +0; ``part``: ``g * a`` or +0; ``scale``: ``g * a`` or ``g * b``.
+    """
+    family = BACKWARD[backward]
+    if name in LOOPS:
+        return _nodes.bits(row, x, LOOPS[name], inplace, low, high, family, a, b)
+    op, test = PIECES[name]
+    within, *bounds = test(low, high)
+    return _nodes.bits(
+        row, x, native.COMPARE[within], inplace, *bounds, family, a, b, op, (x, low, high, inplace)
+    )
+
+
+LOOPS = {"relu": _native.relu, **native.PIECEWISE}
+
+
+def feature_dropout(row: str, x: Tensor, p: float) -> Tensor | None:
+    """``torch.feature_dropout(x, p, True)``, with the same random numbers."""
+    return _nodes.feature_dropout(row, x, _native.above, p)
+
+
+#: ``batch_norm_eval(row, primal, (var, weight), args, options, eps)``, which is
+#: ``primal(*args, **options)``: of ``args[0]``, by constants. Its gradient reads the two vectors.
+batch_norm_eval = _nodes.batch_norm_eval
+#: ``adjoint(row, recipe_of, primal, kept, args, options)``: ``primal(*args, **options)``, whose
+#: gradient with respect to ``args[0]`` is one operation: of ``recipe_of(*args, **options)``.
+adjoint = _nodes.adjoint
+
+
+@cache
+def recipe(op: str, args: tuple[Any, ...], flat: bool = False) -> int | None:
+    """For :data:`adjoint`: an operation of torch, and its arguments.
+
+    Args:
+        op: Its name.
+        args: Constants (of the types that it takes, tuples for lists); ``"g"``, the gradient of the
+            output; ``"x"``, a stand-in that has the shape of the input; ``"k"``, the next of what
+            is kept.
+        flat: Whether it works on an axis more, of length 1, before the last.
+
+    Returns:
+        ``None`` if a constant is of another type.
+    """
+    try:
+        return _nodes.recipe(op, args, flat)
+    except TypeError:
+        return None

@@ -1,0 +1,42 @@
+"""Adds to pyproject.toml what depends on the environment: layers as nodes of C++.
+
+They are compiled against torch, if it is there already, as with ``pip install
+--no-build-isolation`` after torch, and bear the name of its version: no other can load them.
+"""
+
+import re
+from importlib import metadata, util
+from pathlib import Path
+
+from setuptools import Extension, setup
+
+
+def _nodes() -> list[Extension]:
+    found = util.find_spec("torch")
+    if found is None or found.origin is None:
+        return []
+    torch = Path(found.origin).parent
+    name = "_nodes_" + re.sub(r"\W", "_", metadata.version("torch"))
+    return [
+        Extension(
+            f"memsave.kernels.{name}",
+            ["memsave/kernels/nodes.cpp"],
+            include_dirs=[
+                str(torch / "include"),
+                str(torch / "include" / "torch" / "csrc" / "api" / "include"),
+            ],
+            define_macros=[("MEMSAVE_NODES", name)],
+            library_dirs=[str(torch / "lib")],
+            libraries=["torch_python", "torch_cpu", "torch", "c10"],
+            extra_compile_args=["-O3", "-std=c++20", "-fvisibility=hidden"],
+            depends=["memsave/kernels/loops.h"],
+            language="c++",
+            optional=True,
+        )
+    ]
+
+
+nodes = _nodes()
+# What is compiled against torch is for one version of Python.
+options = {"bdist_wheel": {"py_limited_api": False}} if nodes else {}
+setup(ext_modules=nodes, options=options)

@@ -1,0 +1,158 @@
+"""What nodes of C++ promise beyond the properties, which hold for them as for the rules they stand
+for: that they are there and used, and keep the same bits.
+"""
+
+from __future__ import annotations
+
+import copy
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
+from typing import Any
+
+import helpers
+import pytest
+import torch
+from helpers import same
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+import memsave.functional
+import memsave.nn
+from memsave import function, kernels
+from memsave.spec import TABLE, Layer
+
+ROWS = [row for row in TABLE.values() if function.RULES[row.name].node is not None]
+every_row = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+
+
+def test_they_are_compiled() -> None:
+    """Where there is a compiler; otherwise these tests would test nothing."""
+    assert (kernels.nodes is not None and ROWS) or not shutil.which("c++")
+
+
+def by_rule(row: Layer) -> Callable[..., Any]:
+    """The layer of a row by its rule in Python."""
+    return function.differentiable(function.RULES[row.name]._replace(node=None))
+
+
+def not_stock(row: Layer) -> dict[str, Any]:
+    """Options for which stock keeps more, if only some of them are."""
+    rule, wrt = function.RULES[row.name], frozenset({"x"})
+    if rule.unless is None or rule.stock_keeps is None or rule.stock_keeps(wrt) != row.saves(wrt):
+        return helpers.options(row)
+    combinations = product(*row.options.values())
+    every = (dict(zip(row.options, values, strict=True)) for values in combinations)
+    return next(options for options in every if rule.unless(**options))
+
+
+@every_row
+def test_they_are_used_and_keep_the_same_bits(row: Layer) -> None:
+    results = []
+    for layer in (helpers.ours(row), by_rule(row)):
+        kept: list[Tensor] = []
+        args = helpers.inputs(row, frozenset({"x"}), dtype=torch.float32)
+        torch.manual_seed(0)
+        with saved_tensors_hooks(lambda t, kept=kept: kept.append(t) or t, lambda t: t):
+            y = layer(*args.values(), **not_stock(row))
+        results.append((type(y.grad_fn).__name__, y, kept, y.grad_fn.name()))
+    (used, y, kept, name), (other, expected, also_kept, also_named) = results
+    assert used == "MemsaveLayerBackward" != other
+    assert name == also_named
+    same(y, expected, rtol=0, atol=0)
+    same(kept, also_kept, rtol=0, atol=0)
+
+
+SETTINGS = [
+    (memsave.nn.ReLU(), (3, 77, 1003)),
+    (memsave.nn.ReLU(inplace=True), (8, 33, 20, 20)),
+    (memsave.nn.LeakyReLU(0.3), (3, 77, 1003)),
+    (memsave.nn.Hardsigmoid(), (8, 33, 20, 20)),
+]
+
+
+@pytest.mark.parametrize(("layer", "shape"), SETTINGS, ids=str)
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_loops_of_several_threads(
+    layer: nn.Module, shape: tuple[int, ...], layout: torch.memory_format
+) -> None:
+    stock = copy.copy(layer)
+    (stock.__class__,) = type(layer).__bases__
+
+    def run(module: nn.Module) -> list[Tensor]:
+        x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+        x = x.contiguous(memory_format=layout if x.ndim == 4 else torch.contiguous_format)
+        y = module(x.requires_grad_().mul(1))
+        return [y.detach(), *torch.autograd.grad(y, x, helpers.cotangent(y))]
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        same(run(layer), run(stock), layout=True, rtol=0, atol=0)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_threads_at_once() -> None:
+    xs = [torch.randn(1 << 16, generator=torch.Generator().manual_seed(k)) for k in range(8)]
+    with ThreadPoolExecutor(4) as threads:
+        grads = list(threads.map(gradient, xs * 4))
+    for x, grad in zip(xs * 4, grads, strict=True):
+        assert grad.equal((x > 0).float())
+
+
+def gradient(x: Tensor) -> Tensor:
+    x = x.clone().requires_grad_()
+    return torch.autograd.grad(memsave.functional.relu(x).sum(), x)[0]
+
+
+def test_hooks_of_saved_tensors_and_freed_graphs() -> None:
+    """What stock says of its own nodes."""
+    x = torch.randn(4, 4, requires_grad=True)
+    with torch.autograd.graph.save_on_cpu():
+        y = memsave.functional.relu(x)
+    y.sum().backward(retain_graph=True)
+    y.sum().backward()
+    assert x.grad is not None
+    assert x.grad.equal(2 * (x > 0).float())
+    with pytest.raises(RuntimeError, match="second time"):
+        y.sum().backward()
+
+
+def test_a_fork_has_no_threads_of_its_parent() -> None:
+    """Backward included. (torch has none of its own there, either, so the child uses one.)"""
+    code = """
+import os, torch
+from memsave import functional
+
+def run():
+    x = torch.randn(1 << 20, requires_grad=True)
+    y = functional.relu(x)
+    assert y.grad_fn.name() == "MemsaveReluBackward"
+    return torch.autograd.grad(y, x, torch.ones_like(x))[0].equal((x > 0).float())
+
+assert run()
+child = os.fork()
+if not child:
+    torch.set_num_threads(1)
+    os._exit(not run())
+os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_those_of_another_torch_are_not_loaded() -> None:
+    """They have other addresses of everything. What is left are the rules."""
+    code = """
+import torch
+torch.__version__ = "2.12.999"
+from memsave import functional, kernels
+
+assert kernels.nodes is None
+x = torch.randn(4, requires_grad=True)
+assert type(functional.relu(x).grad_fn).__name__ == "MemsaveReluBackward"
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
