@@ -1,4 +1,4 @@
-/* The loops of native.c over bits, as nodes.cpp finds them: in a capsule of that module. */
+/* Loops of native.c, as nodes.cpp finds them: in a capsule of that module. */
 
 #ifndef MEMSAVE_LOOPS_H
 #define MEMSAVE_LOOPS_H
@@ -17,6 +17,12 @@ typedef struct {
     double a, b;
 } Arrays;
 
+/* Sizes of max pooling, by axis: 1 (or no padding) for those that are missing. */
+typedef struct {
+    ptrdiff_t in[3], out[3], kernel[3], stride[3], padding[3], dilation[3];
+} Window;
+enum { LARGEST_WINDOW = 256 }; /* in places */
+
 #define LOOPS "memsave.kernels._native.loops"
 
 typedef struct {
@@ -24,6 +30,9 @@ typedef struct {
     Loop *(*of)(ptrdiff_t family, int code, int bits);
     /* Over all elements, by at most so many threads. It does not need Python's lock. */
     void (*run)(Loop *loop, const Arrays *arrays, ptrdiff_t elements, ptrdiff_t threads);
+    /* Max pooling of floats or doubles, whose channels are stored last or count as planes; the same. */
+    void (*pool)(int backwards, int is_double, const void *x, void *y, uint8_t *offsets, ptrdiff_t planes,
+                 ptrdiff_t channels, const Window *window, ptrdiff_t threads);
 } Loops;
 
 #endif

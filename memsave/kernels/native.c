@@ -413,13 +413,14 @@ BATCH_NORM_BACKWARD(double)
 /* Max pooling over three spatial axes, where those that are missing have size 1. Several `channels`
    lie beside each other where they are stored last. An offset is an index in the window. */
 
-enum { BLOCK_OF_POOL = 256, LARGEST_WINDOW = 256 };
+enum { BLOCK_OF_POOL = 256 };
 
 typedef struct {
     const void *x; /* or the gradient of y */
     void *y;       /* or the gradient of x */
     uint8_t *offsets;
-    size channels, in[3], out[3], kernel[3], stride[3], padding[3], dilation[3];
+    size channels;
+    Window window;
     size moves[LARGEST_WINDOW]; /* backwards: from the start of a window to each of its places */
 } Pool;
 
@@ -441,21 +442,22 @@ static inline size steps(size start, size place, size step) {
 #define MAX_POOL(NAME)                                                                  \
     LOOP void NAME(const void *work, size start, size end, size thread) {               \
         const Pool *pool = work;                                                        \
-        const size *in = pool->in, *out = pool->out, *kernel = pool->kernel;            \
-        const size *stride = pool->stride, *dilation = pool->dilation;                  \
+        const Window *window = &pool->window;                                           \
+        const size *in = window->in, *out = window->out, *kernel = window->kernel;      \
+        const size *stride = window->stride, *dilation = window->dilation;              \
         const size channels = pool->channels;                                           \
         const int last = channels > 1;                                                  \
         const size step = last ? 1 : stride[2], lane = last ? channels : out[2];        \
         size first_output[LARGEST_WINDOW], end_of_outputs[LARGEST_WINDOW];              \
         for (size k = 0; k < kernel[2]; k++) {                                          \
-            const size at = k * dilation[2] - pool->padding[2];                         \
+            const size at = k * dilation[2] - window->padding[2];                       \
             first_output[k] = steps(at, 0, stride[2]);                                  \
             end_of_outputs[k] = steps(at, in[2], stride[2]);                            \
         }                                                                               \
         (void)thread;                                                                   \
         for (size row = start, rows; row < end; row += rows) {                          \
-            const size at0 = row / out[1] % out[0] * stride[0] - pool->padding[0];      \
-            const size at1 = row % out[1] * stride[1] - pool->padding[1];               \
+            const size at0 = row / out[1] % out[0] * stride[0] - window->padding[0];    \
+            const size at1 = row % out[1] * stride[1] - window->padding[1];             \
             const size skip0 = steps(at0, 0, dilation[0]);                              \
             const T *plane = (const T *)pool->x +                                       \
                              row / (out[0] * out[1]) * in[0] * in[1] * in[2] * channels; \
@@ -465,7 +467,7 @@ static inline size steps(size start, size place, size step) {
             rows = at_most(rows, at_most(out[1] - row % out[1], end - row));            \
             for (size done = 0, count; done < out[2] * channels; done += count) {       \
                 const size begin = done % lane, output = last ? done / lane : begin;    \
-                const size at2 = output * stride[2] - pool->padding[2];                 \
+                const size at2 = output * stride[2] - window->padding[2];               \
                 T best[BLOCK_OF_POOL];                                                  \
                 int32_t which[BLOCK_OF_POOL];                                           \
                 count = at_most(BLOCK_OF_POOL, lane - begin);                           \
@@ -520,7 +522,8 @@ static inline size steps(size start, size place, size step) {
 #define UNPOOL(NAME)                                                                    \
     LOOP void NAME(const void *work, size start, size end, size thread) {               \
         const Pool *pool = work;                                                        \
-        const size *in = pool->in, *out = pool->out, channels = pool->channels;         \
+        const Window *window = &pool->window;                                           \
+        const size *in = window->in, *out = window->out, channels = pool->channels;     \
         const size places = in[0] * in[1] * in[2];                                      \
         size done = start * out[0] * out[1] * out[2] * channels;                        \
         const T *g = pool->x;                                                           \
@@ -530,10 +533,10 @@ static inline size steps(size start, size place, size step) {
             memset(dx, 0, places * channels * sizeof(T));                               \
             for (size o0 = 0; o0 < out[0]; o0++)                                        \
                 for (size o1 = 0; o1 < out[1]; o1++) {                                  \
-                    const size at0 = o0 * pool->stride[0] - pool->padding[0];           \
-                    const size at1 = o1 * pool->stride[1] - pool->padding[1];           \
-                    size at = (at0 * in[1] + at1) * in[2] - pool->padding[2];           \
-                    for (size o2 = 0; o2 < out[2]; o2++, at += pool->stride[2])         \
+                    const size at0 = o0 * window->stride[0] - window->padding[0];       \
+                    const size at1 = o1 * window->stride[1] - window->padding[1];       \
+                    size at = (at0 * in[1] + at1) * in[2] - window->padding[2];         \
+                    for (size o2 = 0; o2 < out[2]; o2++, at += window->stride[2])       \
                         for (size c = 0; c < channels; c++, done++) {                   \
                             const size place = at + pool->moves[pool->offsets[done]];   \
                             if ((size_t)place < (size_t)places) /* not so for another's offsets */ \
@@ -1019,20 +1022,36 @@ static PyObject *batch_norm_backward(PyObject *module, PyObject *args) {
     Py_RETURN_TRUE;
 }
 
+/* Over planes, or rows of outputs. (Without Python's lock, or with it.) */
+static void run_pool(int backwards, int is_double, const void *x, void *y, uint8_t *offsets,
+                     size planes, size channels, const Window *window, size threads) {
+    Pool pool = {x, y, offsets, channels, *window, {0}};
+    const size *in = window->in, *out = window->out, *kernel = window->kernel;
+    const size *dilation = window->dilation;
+    for (size k = 0; k < kernel[0] * kernel[1] * kernel[2]; k++) {
+        const size k0 = k / kernel[2] / kernel[1], k1 = k / kernel[2] % kernel[1], k2 = k % kernel[2];
+        pool.moves[k] = (k0 * dilation[0] * in[1] + k1 * dilation[1]) * in[2] + k2 * dilation[2];
+    }
+    Loop *loop = backwards ? is_double ? unpool_double : unpool_float
+                           : is_double ? max_pool_double : max_pool_float;
+    run((Task){loop, &pool, backwards ? planes : planes * out[0] * out[1], 1}, threads,
+        planes * in[0] * in[1] * in[2] * channels);
+}
+
 static PyObject *pool(PyObject *module, PyObject *args) {
     enum { X, Y, OFFSETS, ALL };
     int backwards;
-    size planes;
-    Pool pool = {0};
+    size planes, channels;
+    Window window;
     PyObject *tensors[ALL];
     DLTensor arrays[ALL];
     const void *data[ALL];
-#define THREE(FIELD) &pool.FIELD[0], &pool.FIELD[1], &pool.FIELD[2]
+#define THREE(FIELD) &window.FIELD[0], &window.FIELD[1], &window.FIELD[2]
     if (!PyArg_ParseTuple(args, "pnnOOO(nnn)(nnn)(nnn)(nnn)(nnn)(nnn):pool", &backwards, &planes,
-                          &pool.channels, &tensors[X], &tensors[Y], &tensors[OFFSETS], THREE(in),
+                          &channels, &tensors[X], &tensors[Y], &tensors[OFFSETS], THREE(in),
                           THREE(out), THREE(kernel), THREE(stride), THREE(padding), THREE(dilation)))
         return NULL;
-    const size *in = pool.in, *out = pool.out, *kernel = pool.kernel, *dilation = pool.dilation;
+    const size *in = window.in, *kernel = window.kernel;
     if (kernel[0] * kernel[1] * kernel[2] > LARGEST_WINDOW) {
         PyErr_SetString(PyExc_ValueError, "the window is too large");
         return NULL;
@@ -1043,17 +1062,12 @@ static PyObject *pool(PyObject *module, PyObject *args) {
     if (!can || arrays[X].code != FLOAT || (!is_double && arrays[X].bits != 32) ||
         arrays[OFFSETS].code != UNSIGNED || arrays[OFFSETS].bits != 8)
         Py_RETURN_FALSE;
-    pool.x = data[X], pool.y = (void *)data[Y], pool.offsets = (uint8_t *)data[OFFSETS];
-    for (size k = 0; k < kernel[0] * kernel[1] * kernel[2]; k++) {
-        const size k0 = k / kernel[2] / kernel[1], k1 = k / kernel[2] % kernel[1], k2 = k % kernel[2];
-        pool.moves[k] = (k0 * dilation[0] * in[1] + k1 * dilation[1]) * in[2] + k2 * dilation[2];
-    }
-    Loop *loop = backwards ? is_double ? unpool_double : unpool_float
-                           : is_double ? max_pool_double : max_pool_float;
-    const size elements = planes * in[0] * in[1] * in[2] * pool.channels;
-    const size threads = threads_for(elements);
+    const size threads = threads_for(planes * in[0] * in[1] * in[2] * channels);
     if (threads < 0) return NULL;
-    in_threads((Task){loop, &pool, backwards ? planes : planes * out[0] * out[1], 1}, threads, elements);
+    Py_BEGIN_ALLOW_THREADS;
+    run_pool(backwards, is_double, data[X], (void *)data[Y], (uint8_t *)data[OFFSETS], planes, channels,
+             &window, threads);
+    Py_END_ALLOW_THREADS;
     Py_RETURN_TRUE;
 }
 
@@ -1097,7 +1111,7 @@ static int add_names(PyObject *module, const Named *table, size count) {
 }
 
 static int add_loops(PyObject *module) {
-    static const Loops loops = {loop_for, run_over_bits};
+    static const Loops loops = {loop_for, run_over_bits, run_pool};
     PyObject *capsule = PyCapsule_New((void *)&loops, LOOPS, NULL);
     const int failed = !capsule || PyModule_AddObjectRef(module, "loops", capsule) < 0;
     Py_XDECREF(capsule);

@@ -98,9 +98,11 @@ Tensor bits_backward(AutogradContext *, const Tensor &);
 Tensor feature_dropout_backward(AutogradContext *, const Tensor &);
 Tensor batch_norm_eval_backward(AutogradContext *, const Tensor &);
 Tensor adjoint_backward(AutogradContext *, const Tensor &);
-enum Kind : int64_t { BITS, FEATURE_DROPOUT, BATCH_NORM_EVAL, ADJOINT };
+Tensor max_pool_backward(AutogradContext *, const Tensor &);
+enum Kind : int64_t { BITS, FEATURE_DROPOUT, BATCH_NORM_EVAL, ADJOINT, MAX_POOL };
 Tensor (*const BACKWARD[])(AutogradContext *, const Tensor &) = {
-    bits_backward, feature_dropout_backward, batch_norm_eval_backward, adjoint_backward};
+    bits_backward, feature_dropout_backward, batch_norm_eval_backward, adjoint_backward,
+    max_pool_backward};
 
 struct Layer : Function<Layer> {
     static Tensor forward(AutogradContext *ctx, const Tensor &x, Made *made) {
@@ -255,6 +257,121 @@ Tensor feature_dropout_backward(AutogradContext *ctx, const Tensor &g) {
             values[k] = bytes[k / 8] >> k % 8 & 1 ? 1 / (scalar_t)(1 - p) : 0;
     });
     return g * noise;
+}
+
+/* Max pooling. A window is as many integers. */
+constexpr size_t SIZES = sizeof(Window) / sizeof(ptrdiff_t);
+static_assert(sizeof(ptrdiff_t) == sizeof(int64_t));
+
+/* By axis, from the six tuples of kernels.reference.Windows. */
+bool window_of(PyObject *windows, int64_t dims, Window &window) {
+    auto *all = (ptrdiff_t *)&window;
+    for (int field = 0; field < 6; field++) {
+        PyObject *sizes = PyTuple_GetItem(windows, field);
+        if (!sizes || !PyTuple_CheckExact(sizes) || PyTuple_GET_SIZE(sizes) != dims) return false;
+        for (int axis = 0; axis < 3; axis++) {
+            const Py_ssize_t place = axis - (3 - dims);
+            all[3 * field + axis] = place < 0 ? &window.padding[0] != all + 3 * field
+                                              : PyLong_AsSsize_t(PyTuple_GET_ITEM(sizes, place));
+        }
+    }
+    return !PyErr_Occurred();
+}
+
+/* How it is stored, where that is clear (to torch, too: one channel is first and last). */
+std::optional<at::MemoryFormat> format_of(const Tensor &x, int64_t dims) {
+    const bool first = x.is_contiguous();
+    const auto only_first = first ? std::optional(at::MemoryFormat::Contiguous) : std::nullopt;
+    if (x.dim() != dims + 2) return only_first;
+    if (dims == 1) return x.size(1) > 1 ? only_first : std::nullopt;
+    const auto last = dims == 2 ? at::MemoryFormat::ChannelsLast : at::MemoryFormat::ChannelsLast3d;
+    if (first == x.is_contiguous(last)) return std::nullopt;
+    return first ? at::MemoryFormat::Contiguous : last;
+}
+
+void pool(bool backwards, const Tensor &x, const Tensor &y, const Tensor &offsets, const Window &window,
+          int64_t dims, at::MemoryFormat format) {
+    const bool first = format == at::MemoryFormat::Contiguous;
+    const int64_t planes = first ? c10::multiply_integers(x.sizes().slice(0, x.dim() - dims)) : x.size(0);
+    loops->pool(backwards, x.scalar_type() == at::kDouble, x.const_data_ptr(), y.mutable_data_ptr(),
+                offsets.mutable_data_ptr<uint8_t>(), planes, first ? 1 : x.size(1), &window,
+                at::get_num_threads());
+}
+
+PyObject *max_pool(PyObject *, PyObject *const *args, Py_ssize_t count) {
+    HANDLE_TH_ERRORS
+    TORCH_CHECK_TYPE(count == 3 && PyTuple_Check(args[2]) && PyTuple_GET_SIZE(args[2]) == 6 &&
+                         PyTuple_Check(PyTuple_GET_ITEM(args[2], 0)),
+                     "max_pool takes a name, a tensor and windows");
+    const Tensor *x = plain(args[1]);
+    const int64_t dims = PyTuple_GET_SIZE(PyTuple_GET_ITEM(args[2], 0));
+    Window window;
+    if (dims < 1 || dims > 3 || !window_of(args[2], dims, window)) return nullptr;
+    const ptrdiff_t *kernel = window.kernel;
+    if (!x || !x->numel() || kernel[0] * kernel[1] * kernel[2] > LARGEST_WINDOW) Py_RETURN_NONE;
+    const auto format = format_of(*x, dims);
+    const auto dtype = x->scalar_type();
+    if (!format || (dtype != at::kFloat && dtype != at::kDouble)) Py_RETURN_NONE;
+    Made made;
+    {
+        pybind11::gil_scoped_release unlocked;
+        at::AutoDispatchBelowADInplaceOrView guard;
+        at::DimVector shape(x->sizes());
+        for (int64_t axis = 0; axis < dims; axis++)
+            shape[x->dim() - dims + axis] = window.out[3 - dims + axis];
+        made.y = at::empty(shape, x->options(), *format);
+        made.kept = {at::empty(shape, x->options().dtype(at::kByte), *format)};
+        pool(false, *x, made.y, made.kept[0], window, dims, *format);
+    }
+    made.call["window"] = at::IntArrayRef((const int64_t *)&window, SIZES);
+    made.call["shape"] = x->sizes();
+    made.call["dims"] = dims;
+    return layer(args[0], *x, MAX_POOL, made);
+    END_HANDLE_TH_ERRORS
+}
+
+/* Where in its plane each maximum was. */
+Tensor places_of(const Tensor &offsets, const Window &w) {
+    const Tensor in_order = offsets.contiguous(), places = at::empty(offsets.sizes(), at::kLong);
+    const uint8_t *offset = in_order.const_data_ptr<uint8_t>();
+    int64_t *place = places.mutable_data_ptr<int64_t>();
+    const ptrdiff_t all = w.in[0] * w.in[1] * w.in[2];
+    for (int64_t k = 0; k < places.numel(); k++) {
+        const ptrdiff_t o2 = k % w.out[2], o1 = k / w.out[2] % w.out[1];
+        const ptrdiff_t o0 = k / w.out[2] / w.out[1] % w.out[0];
+        const ptrdiff_t k2 = offset[k] % w.kernel[2], k1 = offset[k] / w.kernel[2] % w.kernel[1];
+        const ptrdiff_t k0 = offset[k] / w.kernel[2] / w.kernel[1];
+        const ptrdiff_t at0 = o0 * w.stride[0] - w.padding[0] + k0 * w.dilation[0];
+        const ptrdiff_t at1 = o1 * w.stride[1] - w.padding[1] + k1 * w.dilation[1];
+        const ptrdiff_t at2 = o2 * w.stride[2] - w.padding[2] + k2 * w.dilation[2];
+        place[k] = std::clamp<ptrdiff_t>((at0 * w.in[1] + at1) * w.in[2] + at2, 0, all - 1);
+    }
+    return places;
+}
+
+Tensor max_pool_backward(AutogradContext *ctx, const Tensor &g) {
+    const auto kept = ctx->get_saved_variables();
+    const Tensor &offsets = kept[0];
+    const int64_t dims = ctx->saved_data.at("dims").toInt();
+    const auto shape = ctx->saved_data.at("shape").toDimVector();
+    const auto sizes = ctx->saved_data.at("window").toDimVector();
+    Window window;
+    std::copy(sizes.begin(), sizes.end(), (ptrdiff_t *)&window);
+    const bool differentiated = at::GradMode::is_enabled() && g.requires_grad();
+    if (differentiated || !is_plain(g) || !is_unobserved()) {
+        at::DimVector from(shape.begin(), shape.end() - dims), to = from;
+        from.push_back(window.out[0] * window.out[1] * window.out[2]);
+        to.push_back(window.in[0] * window.in[1] * window.in[2]);
+        const Tensor places = places_of(offsets, window).view(from);
+        return at::zeros(to, g.options()).scatter_add(-1, places, g.reshape(from)).view(shape);
+    }
+    at::AutoDispatchBelowADInplaceOrView guard;
+    const auto format = offsets.is_contiguous() ? at::MemoryFormat::Contiguous
+                        : dims == 2             ? at::MemoryFormat::ChannelsLast
+                                                : at::MemoryFormat::ChannelsLast3d;
+    const Tensor dx = at::empty(shape, g.options(), format);
+    pool(true, g.contiguous(format), dx, offsets, window, dims, format);
+    return dx;
 }
 
 /* Batch normalization by constants: the variance, and the weight if there is one. */
@@ -427,6 +544,7 @@ PyMethodDef methods[] = {
      "bits(row, x, loop, inplace, low, high, family, a, b, [op, args]): x by a loop (or by op(*args)) that "
      "says bits, of which backward makes g, or +0 (family 0); g * a, or +0 (1); g * a, or g * b (2)"},
     {"feature_dropout", FAST(feature_dropout), "feature_dropout(row, x, loop, p), with the loop for bits"},
+    {"max_pool", FAST(max_pool), "max_pool(row, x, windows)"},
     {"batch_norm_eval", FAST(batch_norm_eval),
      "batch_norm_eval(row, primal, (variance, weight | None), args, options, eps): "
      "primal(*args, **options), by constants"},

@@ -58,6 +58,8 @@ def feature_dropout(row: str, x: Tensor, p: float) -> Tensor | None:
     return _nodes.feature_dropout(row, x, _native.above, p)
 
 
+#: ``max_pool(row, x, windows)``, of :class:`memsave.kernels.reference.Windows`.
+max_pool = _nodes.max_pool
 #: ``batch_norm_eval(row, primal, (var, weight), args, options, eps)``, which is
 #: ``primal(*args, **options)``: of ``args[0]``, by constants. Its gradient reads the two vectors.
 batch_norm_eval = _nodes.batch_norm_eval

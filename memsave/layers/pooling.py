@@ -243,7 +243,14 @@ def _define(
     """``formats``: whether gradients of what is ``channels_last`` are so, too."""
     fwd = partial(_fwd, dims, primal, window_of, formats)
     bwd = partial(_bwd, dims, window_of, formats)
-    return define(row, primal, bwd, fwd, compiled=compiled, shapes=("x",))
+
+    def node(row: str, wrt: Mask, x: Tensor, **options: Any) -> Tensor | None:
+        windows = _windows(x.shape[-dims:], **options) if dims < x.ndim < dims + 3 else None
+        if not windows or options["return_indices"] or not (formats or x.is_contiguous()):
+            return None
+        return kernels.nodes.max_pool(row, x, windows)
+
+    return define(row, primal, bwd, fwd, compiled=compiled, shapes=("x",), node=node)
 
 
 # torch.compile keeps int8 offsets by itself.
