@@ -99,10 +99,11 @@ Tensor feature_dropout_backward(AutogradContext *, const Tensor &);
 Tensor batch_norm_eval_backward(AutogradContext *, const Tensor &);
 Tensor adjoint_backward(AutogradContext *, const Tensor &);
 Tensor max_pool_backward(AutogradContext *, const Tensor &);
-enum Kind : int64_t { BITS, FEATURE_DROPOUT, BATCH_NORM_EVAL, ADJOINT, MAX_POOL };
+Tensor instance_norm_backward(AutogradContext *, const Tensor &);
+enum Kind : int64_t { BITS, FEATURE_DROPOUT, BATCH_NORM_EVAL, ADJOINT, MAX_POOL, INSTANCE_NORM };
 Tensor (*const BACKWARD[])(AutogradContext *, const Tensor &) = {
     bits_backward, feature_dropout_backward, batch_norm_eval_backward, adjoint_backward,
-    max_pool_backward};
+    max_pool_backward, instance_norm_backward};
 
 struct Layer : Function<Layer> {
     static Tensor forward(AutogradContext *ctx, const Tensor &x, Made *made) {
@@ -171,8 +172,9 @@ bool compute(PyObject *primal, PyObject *args, PyObject *options, Tensor &y) {
 
 PyObject *bits(PyObject *, PyObject *const *args, Py_ssize_t count) {
     HANDLE_TH_ERRORS
-    TORCH_CHECK_TYPE(count == 9 || (count == 11 && PyTuple_CheckExact(args[10])),
-                     "bits takes 9 arguments, or a function and a tuple more");
+    TORCH_CHECK_TYPE(count == 12, "bits takes 12 arguments");
+    PyObject *op = args[9], *also = args[11];
+    TORCH_CHECK_TYPE(op == Py_None || PyTuple_CheckExact(args[10]), "the arguments are no tuple");
     const Tensor *x = plain(args[1]);
     double number[4];
     const int64_t forward = PyLong_AsLongLong(args[2]), family = PyLong_AsLongLong(args[6]);
@@ -184,8 +186,9 @@ PyObject *bits(PyObject *, PyObject *const *args, Py_ssize_t count) {
     const int inplace = PyObject_IsTrue(args[3]);
     if (inplace < 0) return nullptr;
     Made made;
-    if (count > 9 && inplace) Py_RETURN_NONE;
-    if (count > 9 && !compute(args[9], args[10], nullptr, made.y)) return nullptr;
+    if (also != Py_None && !THPVariable_CheckExact(also)) Py_RETURN_NONE;
+    if (op != Py_None && inplace) Py_RETURN_NONE;
+    if (op != Py_None && !compute(op, args[10], nullptr, made.y)) return nullptr;
     {
         pybind11::gil_scoped_release unlocked;
         at::AutoDispatchBelowADInplaceOrView guard;
@@ -193,6 +196,7 @@ PyObject *bits(PyObject *, PyObject *const *args, Py_ssize_t count) {
         made.kept = {empty_bits(*x)};
         run(loop, *x, made.y, made.kept[0], number[0], number[1]);
     }
+    if (also != Py_None) made.kept.push_back(THPVariable_Unpack(also));
     made.inplace = inplace;
     made.call["family"] = family;
     if (family != SELECT) made.call["a"] = number[2], made.call["b"] = number[3];
@@ -384,12 +388,13 @@ Tensor batch_norm_eval_backward(AutogradContext *ctx, const Tensor &g) {
     return g * scale.view(shape);
 }
 
-/* A stock operation whose gradient is one operation on that of its output, called by its name. */
+/* A stock operation whose gradient is one operation, called by its name, on that of its output. */
 struct Recipe {
     c10::OperatorHandle op;
     std::vector<at::IValue> args; /* Constants, */
     std::vector<char> kinds;      /* or what a letter stands for (see methods below). */
     bool flat;                    /* It wants an axis more: of length 1, before the last. */
+    bool of_output;
 };
 std::deque<Recipe> recipes; /* for good: references to them stay */
 
@@ -397,12 +402,11 @@ Tensor adjoint_backward(AutogradContext *ctx, const Tensor &given) {
     const auto &recipe = *(const Recipe *)(intptr_t)ctx->saved_data.at("recipe").toInt();
     const auto kept = ctx->get_saved_variables();
     const Tensor g = recipe.flat ? given.unsqueeze(-2) : given;
-    size_t next = 0;
     torch::jit::Stack stack;
     stack.reserve(recipe.args.size());
     for (size_t k = 0; k < recipe.args.size(); k++) switch (recipe.kinds[k]) {
         case 'g': stack.emplace_back(g); break;
-        case 'k': stack.emplace_back(kept.at(next++)); break;
+        case 'k': stack.emplace_back(kept.at(0)); break;
         case 'x': {
             const Tensor x = at::empty({1}, g.options()).expand(ctx->saved_data.at("shape").toDimVector());
             stack.emplace_back(recipe.flat ? x.unsqueeze(-2) : x);
@@ -413,6 +417,61 @@ Tensor adjoint_backward(AutogradContext *ctx, const Tensor &given) {
     recipe.op.callBoxed(stack);
     const Tensor dx = stack[0].toTensor();
     return recipe.flat ? dx.squeeze(-2) : dx;
+}
+
+/* Instance normalization: as torch does it, batch normalization of one example that has all channels. */
+Tensor as_one(const Tensor &x) {
+    at::DimVector shape(x.sizes());
+    shape[0] = 1, shape[1] = x.size(0) * x.size(1);
+    return x.contiguous().view(shape);
+}
+
+std::optional<Tensor> for_each_example(const Tensor &vector, const Tensor &x) {
+    if (!vector.defined()) return std::nullopt;
+    return x.size(0) == 1 ? vector : vector.repeat(x.size(0));
+}
+
+PyObject *instance_norm(PyObject *, PyObject *const *args, Py_ssize_t count) {
+    HANDLE_TH_ERRORS
+    TORCH_CHECK_TYPE(count == 5, "instance_norm takes 5 arguments");
+    const Tensor *x = plain(args[1]);
+    double eps;
+    Tensor vectors[2];
+    if (!x || !x->is_contiguous() || !numbers(args + 4, &eps, 1)) Py_RETURN_NONE;
+    if (x->dim() < 3 || x->numel() < 2 * x->size(0) * x->size(1) || !x->numel()) Py_RETURN_NONE;
+    for (int k = 0; k < 2; k++) {
+        if (args[2 + k] == Py_None) continue;
+        const Tensor *vector = plain(args[2 + k]);
+        if (!vector || vector->scalar_type() != x->scalar_type() || vector->dim() != 1 ||
+            vector->numel() != x->size(1) || vector->requires_grad())
+            Py_RETURN_NONE;
+        vectors[k] = *vector;
+    }
+    Made made;
+    {
+        pybind11::gil_scoped_release unlocked;
+        at::AutoDispatchBelowADInplaceOrView guard;
+        const auto weight = for_each_example(vectors[0], *x), bias = for_each_example(vectors[1], *x);
+        const auto [y, mean, rstd] = at::native_batch_norm(as_one(*x), weight, bias, {}, {}, true, 0, eps);
+        const at::IntArrayRef shape = x->sizes().slice(0, 2);
+        made.y = y.view(x->sizes());
+        made.kept = {*x, mean.view(shape), rstd.view(shape)};
+        if (weight) made.kept.push_back(vectors[0]);
+    }
+    made.call["eps"] = eps;
+    return layer(args[0], *x, INSTANCE_NORM, made);
+    END_HANDLE_TH_ERRORS
+}
+
+/* (The derivative of torch's operation accounts for the statistics as functions of x.) */
+Tensor instance_norm_backward(AutogradContext *ctx, const Tensor &g) {
+    const auto kept = ctx->get_saved_variables();
+    const double eps = ctx->saved_data.at("eps").toDouble();
+    const auto weight = for_each_example(kept.size() > 3 ? kept[3] : Tensor(), g);
+    const auto grads = at::native_batch_norm_backward(as_one(g), as_one(kept[0]), weight, {}, {},
+                                                      kept[1].flatten(), kept[2].flatten(), true, eps,
+                                                      {true, false, false});
+    return std::get<0>(grads).view(g.sizes());
 }
 
 /* A constant of a recipe; undefined with an error. */
@@ -442,22 +501,19 @@ PyObject *recipe(PyObject *, PyObject *given) {
     HANDLE_TH_ERRORS
     const char *name;
     PyObject *args;
-    int flat;
-    if (!PyArg_ParseTuple(given, "sO!p:recipe", &name, &PyTuple_Type, &args, &flat)) return nullptr;
+    int flat, of_output;
+    if (!PyArg_ParseTuple(given, "sO!pp:recipe", &name, &PyTuple_Type, &args, &flat, &of_output))
+        return nullptr;
     const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name, "");
-    Recipe made = {op, {}, {}, (bool)flat};
+    Recipe made = {op, {}, {}, (bool)flat, (bool)of_output};
     TORCH_CHECK(op.schema().arguments().size() == (size_t)PyTuple_GET_SIZE(args), name);
     for (Py_ssize_t k = 0; k < PyTuple_GET_SIZE(args); k++) {
         PyObject *arg = PyTuple_GET_ITEM(args, k);
-        if (PyUnicode_Check(arg)) {
-            made.kinds.push_back((char)PyUnicode_READ_CHAR(arg, 0));
-            made.args.emplace_back();
-            continue;
-        }
-        const auto value = constant(arg);
+        const bool is_letter = PyUnicode_Check(arg);
+        const auto value = is_letter ? std::optional<at::IValue>(at::IValue()) : constant(arg);
         if (PyErr_Occurred()) return nullptr;
         TORCH_CHECK_TYPE(value.has_value(), "not a constant: ", Py_TYPE(arg)->tp_name);
-        made.kinds.push_back(0);
+        made.kinds.push_back(is_letter ? (char)PyUnicode_ReadChar(arg, 0) : 0);
         made.args.push_back(*value);
     }
     recipes.push_back(std::move(made));
@@ -507,6 +563,7 @@ PyObject *adjoint(PyObject *, PyObject *const *args, Py_ssize_t count) {
     const size_t index = PyLong_AsSize_t(number.get());
     if (PyErr_Occurred()) return nullptr;
     TORCH_CHECK_INDEX(index < recipes.size(), "no such recipe");
+    if (recipes[index].of_output) made.kept.push_back(made.y);
     made.call["recipe"] = (int64_t)(intptr_t)&recipes[index];
     made.call["shape"] = x->sizes();
     return layer(args[0], *x, ADJOINT, made);
@@ -541,19 +598,21 @@ PyObject *connect(PyObject *, PyObject *args) {
 PyMethodDef methods[] = {
     {"connect", connect, METH_VARARGS, "connect(loops, select, part, scale): to those of native.c"},
     {"bits", FAST(bits),
-     "bits(row, x, loop, inplace, low, high, family, a, b, [op, args]): x by a loop (or by op(*args)) that "
-     "says bits, of which backward makes g, or +0 (family 0); g * a, or +0 (1); g * a, or g * b (2)"},
+     "bits(row, x, loop, inplace, low, high, family, a, b, op, args, also): x by a loop (or by op(*args), "
+     "if it is not None) that says bits, of which backward makes g, or +0 (family 0); g * a, or +0 (1); "
+     "g * a, or g * b (2). It keeps the bits and, if it is not None, what it is to keep also"},
     {"feature_dropout", FAST(feature_dropout), "feature_dropout(row, x, loop, p), with the loop for bits"},
     {"max_pool", FAST(max_pool), "max_pool(row, x, windows)"},
+    {"instance_norm", FAST(instance_norm), "instance_norm(row, x, weight | None, bias | None, eps)"},
     {"batch_norm_eval", FAST(batch_norm_eval),
      "batch_norm_eval(row, primal, (variance, weight | None), args, options, eps): "
      "primal(*args, **options), by constants"},
     {"recipe", recipe, METH_VARARGS,
-     "recipe(op, args, flat): the number of one. Of args, 'g' is the gradient of the output, 'x' a "
-     "stand-in that has the shape of the input, 'k' the next of what is kept"},
+     "recipe(op, args, flat, of_output): the number of one. Of args, 'g' is the gradient of the output, "
+     "'x' a stand-in that has the shape of the input, 'k' what is kept (the output, if so)"},
     {"adjoint", FAST(adjoint),
-     "adjoint(row, recipe_of, primal, kept, args, options): primal(*args, **options), whose gradient with "
-     "respect to args[0] is by the recipe that recipe_of says, of the same arguments"},
+     "adjoint(row, recipe_of, primal, kept, args, options): primal(*args, **options), whose gradient "
+     "with respect to args[0] is by the recipe that recipe_of says, of the same arguments"},
     {nullptr, nullptr, 0, nullptr},
 };
 

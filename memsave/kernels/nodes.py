@@ -36,18 +36,20 @@ def bits(
     backward: str = "select",
     a: float = 1.0,
     b: float = 0.0,
+    also: Tensor | None = None,
 ) -> Tensor | None:
     """ReLU, or as :func:`memsave.kernels.piecewise`. Of its gradient ``g``, the bits select ``g``
-    or +0; ``part``: ``g * a`` or +0; ``scale``: ``g * a`` or ``g * b``.
+    or +0; ``part``: ``g * a`` or +0; ``scale``: ``g * a`` or ``g * b``. What it keeps ``also`` must
+    not be overwritten.
     """
     family = BACKWARD[backward]
     if name in LOOPS:
-        return _nodes.bits(row, x, LOOPS[name], inplace, low, high, family, a, b)
+        loop = (LOOPS[name], inplace, low, high)
+        return _nodes.bits(row, x, *loop, family, a, b, None, None, also)
     op, test = PIECES[name]
     within, *bounds = test(low, high)
-    return _nodes.bits(
-        row, x, native.COMPARE[within], inplace, *bounds, family, a, b, op, (x, low, high, inplace)
-    )
+    loop = (native.COMPARE[within], inplace, *bounds)
+    return _nodes.bits(row, x, *loop, family, a, b, op, (x, low, high, inplace), also)
 
 
 LOOPS = {"relu": _native.relu, **native.PIECEWISE}
@@ -60,29 +62,42 @@ def feature_dropout(row: str, x: Tensor, p: float) -> Tensor | None:
 
 #: ``max_pool(row, x, windows)``, of :class:`memsave.kernels.reference.Windows`.
 max_pool = _nodes.max_pool
+#: ``instance_norm(row, x, weight, bias, eps)``, without running statistics.
+instance_norm = _nodes.instance_norm
 #: ``batch_norm_eval(row, primal, (var, weight), args, options, eps)``, which is
 #: ``primal(*args, **options)``: of ``args[0]``, by constants. Its gradient reads the two vectors.
 batch_norm_eval = _nodes.batch_norm_eval
 #: ``adjoint(row, recipe_of, primal, kept, args, options)``: ``primal(*args, **options)``, whose
-#: gradient with respect to ``args[0]`` is one operation: of ``recipe_of(*args, **options)``.
+#: gradient with respect to ``args[0]`` is by the :func:`recipe` of ``recipe_of(*args, **options)``.
 adjoint = _nodes.adjoint
 
 
 @cache
-def recipe(op: str, args: tuple[Any, ...], flat: bool = False) -> int | None:
+def recipe(op: str, *args: Any, flat: bool = False, of_output: bool = False) -> int | None:
     """For :data:`adjoint`: an operation of torch, and its arguments.
 
     Args:
         op: Its name.
-        args: Constants (of the types that it takes, tuples for lists); ``"g"``, the gradient of the
-            output; ``"x"``, a stand-in that has the shape of the input; ``"k"``, the next of what
-            is kept.
+        *args: Constants (of the types that it takes, tuples for lists); ``"g"``, the gradient of
+            the output; ``"x"``, a stand-in that has the shape of the input; ``"k"``, what is kept.
         flat: Whether it works on an axis more, of length 1, before the last.
+        of_output: Whether the output is what is kept.
 
     Returns:
         ``None`` if a constant is of another type.
     """
     try:
-        return _nodes.recipe(op, args, flat)
+        return _nodes.recipe(f"aten::{op}", args, flat, of_output)
     except TypeError:
         return None
+
+
+__all__ = [
+    "adjoint",
+    "batch_norm_eval",
+    "bits",
+    "feature_dropout",
+    "instance_norm",
+    "max_pool",
+    "recipe",
+]

@@ -215,7 +215,18 @@ def _prelu_bwd_from_input(g: Tensor, wrt: Mask, saved: Saved, shapes: Shapes) ->
     return grads
 
 
-_prelu = define(spec.PRELU, F.prelu, _prelu_bwd, _prelu_fwd, autocast=True)
+_INPUT = frozenset({"x"})
+
+
+def _prelu_node(row: str, wrt: Mask, x: Tensor, weight: Tensor) -> Tensor | None:
+    if wrt != _INPUT or not _is_number(weight) or x.dtype != weight.dtype:
+        return None
+    slope = weight.item()
+    piece = ("leaky_relu", slope, 0.0, "scale", 1.0, slope)
+    return kernels.nodes.bits(row, x, False, *piece, also=weight)
+
+
+_prelu = define(spec.PRELU, F.prelu, _prelu_bwd, _prelu_fwd, autocast=True, node=_prelu_node)
 _prelu_from_input = define(
     spec.PRELU_FROM_INPUT,
     F.prelu,

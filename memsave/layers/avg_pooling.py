@@ -86,14 +86,14 @@ def _recipe(
     rest = (bool(ceil_mode), bool(count_include_pad), divisor_override)
     if dims == 1:
         sizes = tuple([fill, *size] for fill, size in zip((1, 1, 0), sizes, strict=True))
-    op = f"aten::avg_pool{max(dims, 2)}d_backward"
-    return kernels.nodes.recipe(op, ("g", "x", *map(tuple, sizes), *rest), dims == 1)
+    op = f"avg_pool{max(dims, 2)}d_backward"
+    return kernels.nodes.recipe(op, "g", "x", *map(tuple, sizes), *rest, flat=dims == 1)
 
 
 def _adaptive_recipe(dims: int, x: Tensor, *, output_size: Any) -> int | None:
     """Of :func:`_adaptive_bwd`."""
-    op = f"aten::_adaptive_avg_pool{max(dims, 2)}d_backward"
-    return kernels.nodes.recipe(op, ("g", "x"), dims == 1)
+    op = f"_adaptive_avg_pool{max(dims, 2)}d_backward"
+    return kernels.nodes.recipe(op, "g", "x", flat=dims == 1)
 
 
 def _node(

@@ -217,14 +217,11 @@ def _recipe(
     dims = weight.ndim - 2
     geometry = (x.shape[-dims:], weight.shape[2:], stride, padding, dilation, "zeros")
     steps, apart, _, edges, _, left_over = map(tuple, _geometry(*geometry))
+    sizes = (steps, edges, apart)
     if x.numel() < FEW_ELEMENTS:
-        op, none = "aten::convolution_backward", (0,) * dims
-        mask = (True, False, False)
-        return kernels.nodes.recipe(
-            op, ("g", "x", "k", None, steps, edges, apart, False, none, groups, mask)
-        )
-    rest = (steps, edges, apart, True, left_over, groups)
-    return kernels.nodes.recipe("aten::convolution", ("g", "k", None, *rest))
+        rest = (False, (0,) * dims, groups, (True, False, False))
+        return kernels.nodes.recipe("convolution_backward", "g", "x", "k", None, *sizes, *rest)
+    return kernels.nodes.recipe("convolution", "g", "k", None, *sizes, True, left_over, groups)
 
 
 def _conv_node(

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .. import spec
+from .. import kernels, spec
 from ..function import Grads, Mask, Saved, Shapes, define, is_final
 from ..spec import Layer
 from .module import as_stock, drop_in
@@ -24,15 +24,33 @@ SELU_ALPHA, SELU_SCALE = 1.6732632423543772848170429916717, 1.050700987355480493
 
 
 def define_curve(
-    row: Layer, primal: Callable[..., Tensor], gradient: Callable[..., Tensor]
+    row: Layer,
+    primal: Callable[..., Tensor],
+    gradient: Callable[..., Tensor],
+    op: Callable[..., tuple[Any, ...]] | None = None,
 ) -> Callable[..., Tensor]:
-    """The rule of a row that reads one array: ``gradient(g, array, **options)``."""
+    """The rule of a row that reads one array: ``gradient(g, array, **options)``.
+
+    Args:
+        op: ``op(**options)``: the same as one operation, for :func:`memsave.kernels.nodes.recipe`.
+    """
     ((residual,),) = row.reads.values()
+    of_output = residual == "y"
 
     def bwd(g: Tensor, wrt: Mask, saved: Saved, shapes: Shapes, **options: Any) -> Grads:
         return {"x": gradient(g, saved[residual], **options)}
 
-    return define(row, primal, bwd, shapes=())
+    def recipe_of(x: Tensor, **options: Any) -> int | None:
+        assert op is not None
+        return kernels.nodes.recipe(*op(**options), of_output=of_output)
+
+    def node(row: str, wrt: Mask, x: Tensor, **options: Any) -> Tensor | None:
+        if options.get("inplace"):
+            return None
+        kept = () if of_output else (x,)
+        return kernels.nodes.adjoint(row, recipe_of, primal, kept, (x,), options)
+
+    return define(row, primal, bwd, shapes=(), node=None if op is None else node)
 
 
 def _elu(x: Tensor, *, alpha: float, inplace: bool = False) -> Tensor:
@@ -89,16 +107,19 @@ _elu_from_output = define_curve(
     spec.ELU_FROM_OUTPUT,
     _elu,
     lambda g, y, alpha, **_: torch.ops.aten.elu_backward(g, alpha, 1, 1, True, y),
+    lambda alpha, **_: ("elu_backward", "g", float(alpha), 1.0, 1.0, True, "k"),
 )
 _celu_from_output = define_curve(
     spec.CELU_FROM_OUTPUT,
     _celu,
     lambda g, y, alpha, **_: torch.ops.aten.elu_backward(g, alpha, 1, 1 / alpha, True, y),
+    lambda alpha, **_: ("elu_backward", "g", float(alpha), 1.0, 1 / alpha, True, "k"),
 )
 _selu_from_output = define_curve(
     spec.SELU_FROM_OUTPUT,
     _selu,
     lambda g, y, **_: torch.ops.aten.elu_backward(g, SELU_ALPHA, SELU_SCALE, 1, True, y),
+    lambda **_: ("elu_backward", "g", SELU_ALPHA, SELU_SCALE, 1.0, True, "k"),
 )
 _softplus_from_output = define_curve(
     spec.SOFTPLUS_FROM_OUTPUT,
@@ -107,7 +128,12 @@ _softplus_from_output = define_curve(
     lambda g, y, beta, **_: _times_rest(g, y * -beta),
 )
 # Stock keeps a buffer as well, on CPU.
-_logsigmoid = define_curve(spec.LOGSIGMOID, F.logsigmoid, _logsigmoid_gradient)
+_logsigmoid = define_curve(
+    spec.LOGSIGMOID,
+    F.logsigmoid,
+    _logsigmoid_gradient,
+    lambda: ("softplus_backward", "g", "k", -1, 40),
+)
 _logsigmoid_from_output = define_curve(spec.LOGSIGMOID_FROM_OUTPUT, F.logsigmoid, _times_rest)
 # Stock keeps what it has computed in between.
 _tanhshrink = define_curve(spec.TANHSHRINK, F.tanhshrink, _tanhshrink_gradient)

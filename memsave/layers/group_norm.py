@@ -255,7 +255,32 @@ def _instance_bwd_from_output(
     return _from_output_of_groups(gs, wrt, saved, shapes, like.shape[1])
 
 
-_instance_norm = define(spec.INSTANCE_NORM, _instance_primal, _instance_bwd, _instance_fwd)
+def _instance_node(
+    row: str,
+    wrt: Mask,
+    x: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    *,
+    momentum: float,
+    eps: float,
+) -> Tensor | None:
+    if wrt != _INPUT or running_mean is not None or running_var is not None:
+        return None
+    # (The rule has a kernel for more.)
+    return (
+        None
+        if kernels.beats_batch_norm(x)
+        else kernels.nodes.instance_norm(row, x, weight, bias, eps)
+    )
+
+
+_INPUT = frozenset({"x"})
+_instance_norm = define(
+    spec.INSTANCE_NORM, _instance_primal, _instance_bwd, _instance_fwd, node=_instance_node
+)
 _instance_norm_from_output = define(
     spec.INSTANCE_NORM_FROM_OUTPUT,
     _instance_primal,
