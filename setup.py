@@ -5,7 +5,8 @@ They are compiled against torch, if it is there already, as with ``pip install
 """
 
 import re
-from importlib import metadata, util
+import runpy
+from importlib import util
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -16,7 +17,8 @@ def _nodes() -> list[Extension]:
     if found is None or found.origin is None:
         return []
     torch = Path(found.origin).parent
-    name = "_nodes_" + re.sub(r"\W", "_", metadata.version("torch"))
+    version = runpy.run_path(str(torch / "version.py"))["__version__"]  # with that of CUDA, too
+    name = "_nodes_" + re.sub(r"\W", "_", version)
     return [
         Extension(
             f"memsave.kernels.{name}",
