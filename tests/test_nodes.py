@@ -61,7 +61,8 @@ def test_they_are_used_and_keep_the_same_bits(row: Layer) -> None:
     results = []
     for layer in (helpers.ours(row), by_rule(row)):
         kept: list[Tensor] = []
-        args = helpers.inputs(row, frozenset({"x"}), dtype=torch.float32)
+        wrt = frozenset({"weight" if row.name == "rms_norm" else "x"})
+        args = helpers.inputs(row, wrt, dtype=torch.float32)
         torch.manual_seed(0)
         with saved_tensors_hooks(lambda t, kept=kept: kept.append(t) or t, lambda t: t):
             args |= TAKES.get(row.name, lambda args: {})(args)
@@ -128,6 +129,18 @@ def test_hooks_of_saved_tensors_and_freed_graphs() -> None:
     assert x.grad is not None
     assert x.grad.equal(2 * (x > 0).float())
     with pytest.raises(RuntimeError, match="second time"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("name", ["relu", "dropout2d", "max_pool2d"])
+def test_hooks_that_give_back_something_else(name: str) -> None:
+    """An error, not what lies behind the memory."""
+    x = torch.randn(4, 8, 8, 8, requires_grad=True)
+    options = {"kernel_size": 2} if name == "max_pool2d" else {}
+    with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor.flatten()[:1]):
+        y = getattr(memsave.functional, name)(x, **options)
+    assert type(y.grad_fn).__name__ == "MemsaveLayerBackward"
+    with pytest.raises(RuntimeError):
         y.sum().backward()
 
 

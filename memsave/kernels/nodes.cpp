@@ -38,7 +38,10 @@ bool is_unobserved() {
 
 /* Whether it is memory and nothing else: on CPU, strided, not negated, fake, wrapped or batched. */
 bool is_plain(const Tensor &x) {
-    static const auto plain = at::empty({0}, at::kFloat).key_set();
+    static const auto plain = [] {
+        const c10::InferenceMode off(false);
+        return at::empty({0}, at::kFloat).key_set();
+    }();
     return x.key_set() == plain && x.unsafeGetTensorImpl()->has_storage();
 }
 
@@ -57,6 +60,12 @@ Tensor empty_bits(const Tensor &x) {
     return at::empty({(x.numel() + 7) / 8}, x.options().dtype(at::kByte));
 }
 
+/* Whether a loop may read them: hooks of saved tensors may give back anything. */
+bool are_bits(const Tensor &bits, int64_t elements) {
+    return is_plain(bits) && bits.scalar_type() == at::kByte && bits.is_contiguous() &&
+           bits.numel() == (elements + 7) / 8;
+}
+
 /* As a tensor of booleans, by operations that every mode can see. */
 Tensor unpack(const Tensor &bits, at::IntArrayRef shape, at::IntArrayRef stride) {
     const Tensor eight = at::arange(8, bits.options());
@@ -72,7 +81,7 @@ int64_t family_of[3];
 Tensor from_bits(Family family, const Tensor &g, const Tensor &bits, at::IntArrayRef stride, double a,
                  double b) {
     const bool differentiated = at::GradMode::is_enabled() && g.requires_grad();
-    if (differentiated || !is_plain(g) || !is_plain(bits) || !is_unobserved()) {
+    if (differentiated || !is_plain(g) || !are_bits(bits, g.numel()) || !is_unobserved()) {
         const Tensor mask = unpack(bits, g.sizes(), stride);
         if (family == SCALE) return at::where(mask, a == 1 ? g : g * a, g * b);
         const Tensor selected = at::where(mask, g, at::zeros({}, g.options()));
@@ -100,10 +109,11 @@ Tensor batch_norm_eval_backward(AutogradContext *, const Tensor &);
 Tensor adjoint_backward(AutogradContext *, const Tensor &);
 Tensor max_pool_backward(AutogradContext *, const Tensor &);
 Tensor instance_norm_backward(AutogradContext *, const Tensor &);
-enum Kind : int64_t { BITS, FEATURE_DROPOUT, BATCH_NORM_EVAL, ADJOINT, MAX_POOL, INSTANCE_NORM };
+Tensor rms_norm_backward(AutogradContext *, const Tensor &);
+enum Kind : int64_t { BITS, FEATURE_DROPOUT, BATCH_NORM_EVAL, ADJOINT, MAX_POOL, INSTANCE_NORM, RMS_NORM };
 Tensor (*const BACKWARD[])(AutogradContext *, const Tensor &) = {
     bits_backward, feature_dropout_backward, batch_norm_eval_backward, adjoint_backward,
-    max_pool_backward, instance_norm_backward};
+    max_pool_backward, instance_norm_backward, rms_norm_backward};
 
 struct Layer : Function<Layer> {
     static Tensor forward(AutogradContext *ctx, const Tensor &x, Made *made) {
@@ -251,7 +261,7 @@ Tensor feature_dropout_backward(AutogradContext *ctx, const Tensor &g) {
     const Tensor bits = ctx->get_saved_variables()[0];
     const double p = ctx->saved_data.at("p").toDouble();
     const auto shape = channels(g);
-    if (!is_plain(bits) || !is_unobserved())
+    if (!are_bits(bits, shape[0] * shape[1]) || !is_unobserved())
         return g * unpack(bits, shape, c10::contiguous_strides(shape)).to(g.scalar_type()).div(1 - p);
     const Tensor noise = at::empty(shape, bits.options().dtype(g.scalar_type()));
     const uint8_t *bytes = bits.const_data_ptr<uint8_t>();
@@ -362,7 +372,8 @@ Tensor max_pool_backward(AutogradContext *ctx, const Tensor &g) {
     Window window;
     std::copy(sizes.begin(), sizes.end(), (ptrdiff_t *)&window);
     const bool differentiated = at::GradMode::is_enabled() && g.requires_grad();
-    if (differentiated || !is_plain(g) || !is_unobserved()) {
+    const bool fits = is_plain(offsets) && offsets.scalar_type() == at::kByte && offsets.sizes() == g.sizes();
+    if (differentiated || !is_plain(g) || !fits || !is_unobserved()) {
         at::DimVector from(shape.begin(), shape.end() - dims), to = from;
         from.push_back(window.out[0] * window.out[1] * window.out[2]);
         to.push_back(window.in[0] * window.in[1] * window.in[2]);
@@ -472,6 +483,34 @@ Tensor instance_norm_backward(AutogradContext *ctx, const Tensor &g) {
                                                       kept[1].flatten(), kept[2].flatten(), true, eps,
                                                       {true, false, false});
     return std::get<0>(grads).view(g.sizes());
+}
+
+/* RMS normalization over the last axis, whose weight alone wants a gradient. */
+PyObject *rms_norm_of_weight(PyObject *, PyObject *const *args, Py_ssize_t count) {
+    HANDLE_TH_ERRORS
+    TORCH_CHECK_TYPE(count == 4, "rms_norm_of_weight takes 4 arguments");
+    const Tensor *x = plain(args[1]), *weight = plain(args[2]);
+    double eps = 0;
+    if (!x || !weight || (args[3] != Py_None && !numbers(args + 3, &eps, 1))) Py_RETURN_NONE;
+    if (!x->dim() || !x->numel() || weight->sizes() != x->sizes().slice(x->dim() - 1)) Py_RETURN_NONE;
+    if (weight->scalar_type() != x->scalar_type() || x->element_size() < 4) Py_RETURN_NONE;
+    Made made;
+    {
+        pybind11::gil_scoped_release unlocked;
+        at::AutoDispatchBelowADInplaceOrView guard;
+        const auto given = args[3] == Py_None ? std::nullopt : std::optional<double>(eps);
+        const auto [y, rstd] = at::_fused_rms_norm(*x, weight->sizes(), *weight, given);
+        made.y = y;
+        made.kept = {*x, rstd.squeeze(-1)};
+    }
+    return layer(args[0], *weight, RMS_NORM, made);
+    END_HANDLE_TH_ERRORS
+}
+
+Tensor rms_norm_backward(AutogradContext *ctx, const Tensor &g) {
+    const auto kept = ctx->get_saved_variables();
+    const Tensor products = g * (kept[0] * kept[1].unsqueeze(-1));
+    return products.reshape({-1, products.size(-1)}).sum(0);
 }
 
 /* A constant of a recipe; undefined with an error. */
@@ -604,6 +643,7 @@ PyMethodDef methods[] = {
     {"feature_dropout", FAST(feature_dropout), "feature_dropout(row, x, loop, p), with the loop for bits"},
     {"max_pool", FAST(max_pool), "max_pool(row, x, windows)"},
     {"instance_norm", FAST(instance_norm), "instance_norm(row, x, weight | None, bias | None, eps)"},
+    {"rms_norm_of_weight", FAST(rms_norm_of_weight), "rms_norm_of_weight(row, x, weight, eps | None)"},
     {"batch_norm_eval", FAST(batch_norm_eval),
      "batch_norm_eval(row, primal, (variance, weight | None), args, options, eps): "
      "primal(*args, **options), by constants"},

@@ -64,6 +64,8 @@ def feature_dropout(row: str, x: Tensor, p: float) -> Tensor | None:
 max_pool = _nodes.max_pool
 #: ``instance_norm(row, x, weight, bias, eps)``, without running statistics.
 instance_norm = _nodes.instance_norm
+#: ``rms_norm_of_weight(row, x, weight, eps)``, of which the weight alone wants a gradient.
+rms_norm_of_weight = _nodes.rms_norm_of_weight
 #: ``batch_norm_eval(row, primal, (var, weight), args, options, eps)``, which is
 #: ``primal(*args, **options)``: of ``args[0]``, by constants. Its gradient reads the two vectors.
 batch_norm_eval = _nodes.batch_norm_eval
@@ -100,4 +102,5 @@ __all__ = [
     "instance_norm",
     "max_pool",
     "recipe",
+    "rms_norm_of_weight",
 ]

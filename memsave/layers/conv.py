@@ -202,40 +202,48 @@ def _conv_transpose_bwd(
 FEW_ELEMENTS = 2**15
 
 
-def _recipe(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    *,
-    stride: Ints = 1,
-    padding: Ints = 0,
-    dilation: Ints = 1,
-    groups: int = 1,
-    padding_mode: str = "zeros",
-) -> int | None:
+def _recipe(x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> int | None:
     """Of :func:`_conv_bwd` for the gradient of ``x``, for :mod:`memsave.kernels.nodes`."""
-    dims = weight.ndim - 2
-    geometry = (x.shape[-dims:], weight.shape[2:], stride, padding, dilation, "zeros")
-    steps, apart, _, edges, _, left_over = map(tuple, _geometry(*geometry))
+    return _recipe_of(x.shape[2:], weight.shape[2:], x.numel() < FEW_ELEMENTS, *options)
+
+
+@remembered
+def _recipe_of(
+    inputs: torch.Size,
+    kernel: torch.Size,
+    few: bool,
+    stride: Ints,
+    padding: Ints,
+    dilation: Ints,
+    groups: int,
+) -> int | None:
+    geometry = _geometry(inputs, kernel, stride, padding, dilation, "zeros")
+    steps, apart, _, edges, _, left_over = map(tuple, geometry)
     sizes = (steps, edges, apart)
-    if x.numel() < FEW_ELEMENTS:
-        rest = (False, (0,) * dims, groups, (True, False, False))
+    if few:
+        rest = (False, (0,) * len(kernel), groups, (True, False, False))
         return kernels.nodes.recipe("convolution_backward", "g", "x", "k", None, *sizes, *rest)
     return kernels.nodes.recipe("convolution", "g", "k", None, *sizes, True, left_over, groups)
 
 
 def _conv_node(
-    primal: Callable[..., Tensor],
+    stock: Callable[..., Tensor],
     row: str,
     wrt: Mask,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    **options: Any,
+    *,
+    stride: Ints = 1,
+    padding: Ints | str = 0,
+    dilation: Ints = 1,
+    groups: int = 1,
+    padding_mode: str = "zeros",
 ) -> Tensor | None:
-    if wrt != _INPUT or x.ndim != weight.ndim or _stock_pads(**options):
+    if wrt != _INPUT or x.ndim != weight.ndim or padding_mode != "zeros" or padding == "same":
         return None
-    return kernels.nodes.adjoint(row, _recipe, primal, (weight,), (x, weight, bias), options)
+    args = (x, weight, bias, stride, padding, dilation, groups)
+    return kernels.nodes.adjoint(row, _recipe, stock, (weight,), args, {})
 
 
 _INPUT = frozenset({"x"})
@@ -283,7 +291,7 @@ _conv1d, _conv2d, _conv3d = (
         unless=_stock_pads,
         autocast=True,
         shapes=("x", "weight"),
-        node=partial(_conv_node, _conv_primal(dims)),
+        node=partial(_conv_node, CONV[dims]),
     )
     for dims, row in ((1, spec.CONV1D), (2, spec.CONV2D), (3, spec.CONV3D))
 )

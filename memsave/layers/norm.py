@@ -291,8 +291,27 @@ def _rms_bwd_from_output(
     return formatted(from_output(gs, wrt, saved, shapes, None, centered=False), shapes)
 
 
+#: Of more elements, the rule is the faster, by a kernel that passes over them once.
+FEW_ELEMENTS = 2**15
+
+
+def _rms_node(
+    row: str, wrt: Mask, x: Tensor, weight: Tensor | None, *, eps: float | None
+) -> Tensor | None:
+    if wrt != _WEIGHT or x.numel() > FEW_ELEMENTS:
+        return None
+    return kernels.nodes.rms_norm_of_weight(row, x, weight, eps)
+
+
+_WEIGHT = frozenset({"weight"})
 _rms_norm = define(
-    spec.RMS_NORM, _rms_primal, _rms_bwd, _rms_fwd, autocast=torch.float32, smooth=True
+    spec.RMS_NORM,
+    _rms_primal,
+    _rms_bwd,
+    _rms_fwd,
+    autocast=torch.float32,
+    smooth=True,
+    node=_rms_node,
 )
 _rms_norm_from_output = define(
     spec.RMS_NORM_FROM_OUTPUT,
