@@ -42,7 +42,7 @@ bool is_plain(const Tensor &x) {
         const c10::InferenceMode off(false);
         return at::empty({0}, at::kFloat).key_set();
     }();
-    return x.key_set() == plain && x.unsafeGetTensorImpl()->has_storage();
+    return x.key_set() == plain && x.has_storage() && (!x.numel() || x.storage().data());
 }
 
 Loop *loop_for(int64_t family, at::ScalarType dtype) {
@@ -126,6 +126,8 @@ struct Layer : Function<Layer> {
 
     static variable_list backward(AutogradContext *ctx, variable_list gs) {
         if (!gs[0].defined()) return variable_list(2);
+        /* The caller may run backward under autocast; gradients have the dtypes of forward. */
+        const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
         return {BACKWARD[ctx->saved_data.at("kind").toInt()](ctx, gs[0]), Tensor()};
     }
 };
@@ -596,6 +598,7 @@ PyObject *adjoint(PyObject *, PyObject *const *args, Py_ssize_t count) {
     Made made;
     if (!x || !x->is_contiguous() || !x->numel() || !keep(args[3], made.kept)) Py_RETURN_NONE;
     if (!compute(args[2], args[4], args[5], made.y)) return nullptr;
+    if (!made.y.numel()) Py_RETURN_NONE;
     THPObjectPtr number(PyObject_Call(args[1], args[4], args[5]));
     if (!number) return nullptr;
     if (number.get() == Py_None) Py_RETURN_NONE;
