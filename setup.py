@@ -39,6 +39,6 @@ def _nodes() -> list[Extension]:
 
 
 nodes = _nodes()
-# What is compiled against torch is for one version of Python.
-options = {"bdist_wheel": {"py_limited_api": False}} if nodes else {}
+# What is compiled against torch is for one version of Python, the rest for all from 3.11 on.
+options = {} if nodes else {"bdist_wheel": {"py_limited_api": "cp311"}}
 setup(ext_modules=nodes, options=options)
