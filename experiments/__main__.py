@@ -193,7 +193,7 @@ def _show(experiment: Any, run: Any, records: list[Any]) -> int:
     for path in render.plot(experiment, run.folder):
         print(f"plot: {path}")
     print(f"results: {run.folder / experiment.name}.jsonl")
-    print(f"page: {render.page(map(load, EXPERIMENTS), run.folder)}")
+    print(f"page: {_page(run.folder)}")
     for case, error in run.failed.items():
         print(f"failed: {case}: {error}")
     missed = list(experiment.misses(records))
@@ -213,12 +213,18 @@ def _plot(args: argparse.Namespace) -> int:
     for name in args.names:
         for path in render.plot(load(name), folder):
             print(path)
-    print(render.page(map(load, EXPERIMENTS), folder))
-    if folder == results.FOLDER:
-        text = README.read_text()
-        README.write_text(render.fill(text, load, folder))
-        print(README)
+    print(_page(folder))
     return 0
+
+
+def _page(folder: Path) -> Path:
+    """The page of results, rendered anew; and the tables of the README, if they are of these."""
+    from . import render, results
+
+    page = render.page(map(load, EXPERIMENTS), folder)
+    if folder == results.FOLDER:
+        README.write_text(render.fill(README.read_text(), load, folder))
+    return page
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,21 @@ def test_tables_are_those_of_the_results() -> None:
     """If not: ``python -m experiments plot``."""
     assert README.count("<!-- results of ") > 10
     assert render.fill(README, command_line.load, results.FOLDER) == README
+
+
+def test_whoever_writes_results_fills_the_tables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the main job leaves a README that the test above refuses."""
+    for file in results.FOLDER.glob("*.jsonl"):
+        shutil.copy(file, tmp_path)
+    readme = tmp_path / "of_the_repository.md"
+    readme.write_text(re.sub(r"(?<=-->\n\n)\|.*\n", "", README))
+    assert readme.read_text() != README
+    monkeypatch.setattr(results, "FOLDER", tmp_path)
+    monkeypatch.setattr(command_line, "README", readme)
+    command_line._page(tmp_path)
+    assert readme.read_text() == README
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=["nnx", "linen"])
