@@ -215,11 +215,8 @@ def _prelu_bwd_from_input(g: Tensor, wrt: Mask, saved: Saved, shapes: Shapes) ->
     return grads
 
 
-_INPUT = frozenset({"x"})
-
-
 def _prelu_node(row: str, wrt: Mask, x: Tensor, weight: Tensor) -> Tensor | None:
-    if wrt != _INPUT or not _is_number(weight) or x.dtype != weight.dtype:
+    if wrt != {"x"} or not _is_number(weight) or x.dtype != weight.dtype:
         return None
     slope = weight.item()
     piece = ("leaky_relu", slope, 0.0, "scale", 1.0, slope)

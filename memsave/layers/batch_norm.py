@@ -172,13 +172,11 @@ def _node_eval(
     *,
     eps: float,
 ) -> Tensor | None:
-    if wrt != _INPUT:
+    if wrt != {"x"}:
         return None
     args = (x, mean, var, weight, bias)
     return kernels.nodes.batch_norm_eval(row, _primal_eval, (var, weight), args, {"eps": eps}, eps)
 
-
-_INPUT = frozenset({"x"})
 
 # torch.compile decomposes stock batch_norm, and then keeps no more than these rows.
 _batch_norm_eval = define(

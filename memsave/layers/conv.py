@@ -240,13 +240,10 @@ def _conv_node(
     groups: int = 1,
     padding_mode: str = "zeros",
 ) -> Tensor | None:
-    if wrt != _INPUT or x.ndim != weight.ndim or padding_mode != "zeros" or padding == "same":
+    if wrt != {"x"} or x.ndim != weight.ndim or padding_mode != "zeros" or padding == "same":
         return None
     args = (x, weight, bias, stride, padding, dilation, groups)
     return kernels.nodes.adjoint(row, _recipe, stock, (weight,), args, {})
-
-
-_INPUT = frozenset({"x"})
 
 
 def _stock_keeps(wrt: Mask) -> tuple[str, ...]:

@@ -267,17 +267,13 @@ def _instance_node(
     momentum: float,
     eps: float,
 ) -> Tensor | None:
-    if wrt != _INPUT or running_mean is not None or running_var is not None:
+    if wrt != {"x"} or running_mean is not None or running_var is not None:
         return None
-    # (The rule has a kernel for more.)
-    return (
-        None
-        if kernels.beats_batch_norm(x)
-        else kernels.nodes.instance_norm(row, x, weight, bias, eps)
-    )
+    if kernels.beats_batch_norm(x):  # by a kernel of the rule
+        return None
+    return kernels.nodes.instance_norm(row, x, weight, bias, eps)
 
 
-_INPUT = frozenset({"x"})
 _instance_norm = define(
     spec.INSTANCE_NORM, _instance_primal, _instance_bwd, _instance_fwd, node=_instance_node
 )

@@ -298,12 +298,11 @@ FEW_ELEMENTS = 2**15
 def _rms_node(
     row: str, wrt: Mask, x: Tensor, weight: Tensor | None, *, eps: float | None
 ) -> Tensor | None:
-    if wrt != _WEIGHT or x.numel() > FEW_ELEMENTS:
+    if wrt != {"weight"} or x.numel() > FEW_ELEMENTS:
         return None
     return kernels.nodes.rms_norm_of_weight(row, x, weight, eps)
 
 
-_WEIGHT = frozenset({"weight"})
 _rms_norm = define(
     spec.RMS_NORM,
     _rms_primal,
