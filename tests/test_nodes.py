@@ -43,6 +43,11 @@ def by_rule(row: Layer) -> Callable[..., Any]:
 TAKES: dict[str, Callable[[dict[str, Tensor]], dict[str, Any]]] = {
     "prelu": lambda args: {"weight": args["weight"][:1].clone()},
     "instance_norm": lambda args: {"running_mean": None, "running_var": None},
+    "cross_entropy": lambda args: {
+        "x": args["x"].detach()[:, :, 0, 0].clone().requires_grad_(),
+        "target": args["target"][:, 0, 0].clone(),
+        "weight": None,
+    },
 }
 
 
@@ -104,6 +109,28 @@ def test_loops_of_several_threads(
         same(run(layer), run(stock), layout=True, rtol=0, atol=0)
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_rows_of_logits(reduction: str, dtype: torch.dtype) -> None:
+    """(The properties seldom draw logits without spatial axes, in storage order, and no weight.)"""
+    x = torch.randn(5, 4, generator=torch.Generator().manual_seed(0), dtype=dtype)
+    target, options = torch.tensor([3, 1, 0, 2, 1]), {"ignore_index": 1, "reduction": reduction}
+    x.requires_grad_()
+
+    def run(loss: Callable[..., Tensor]) -> list[Tensor]:
+        y = loss(x, target, **options)
+        g = helpers.cotangent(y).requires_grad_()
+        dx = torch.autograd.grad(y, x, g)
+        first = torch.autograd.grad(loss(x, target, **options), x, g, create_graph=True)
+        return [y, *dx, *first, *torch.autograd.grad(first[0].pow(3).sum(), [x, g])]
+
+    y = memsave.functional.cross_entropy(x, target, **options)
+    assert type(y.grad_fn).__name__ == "MemsaveLayerBackward"
+    expected = run(nn.functional.cross_entropy)
+    same(run(memsave.functional.cross_entropy), expected)
+    same(y, expected[0], rtol=0, atol=0)
 
 
 def test_threads_at_once() -> None:

@@ -413,7 +413,7 @@ BATCH_NORM_BACKWARD(double)
 /* Max pooling over three spatial axes, where those that are missing have size 1. Several `channels`
    lie beside each other where they are stored last. An offset is an index in the window. */
 
-enum { BLOCK_OF_POOL = 256 };
+enum { BLOCK_OF_POOL = 256, FEW_OUTPUTS = 16 };
 
 typedef struct {
     const void *x; /* or the gradient of y */
@@ -438,7 +438,33 @@ static inline size steps(size start, size place, size step) {
         which[k] = better ? offset : which[k];                                          \
     }
 
-/* Forwards, for some rows of outputs: short ones several at a time. */
+/* Of one window, from at0, at1 and at2 on. */
+#define ONE_MAXIMUM(T, AT1, AT2, OUTPUT)                                                \
+    {                                                                                   \
+        const size from1 = AT1, from2 = AT2, skip1 = steps(from1, 0, dilation[1]);      \
+        const size skip2 = steps(from2, 0, dilation[2]);                                \
+        const size end0 = at_most(steps(at0, in[0], dilation[0]), kernel[0]);           \
+        const size end1 = at_most(steps(from1, in[1], dilation[1]), kernel[1]);         \
+        const size end2 = at_most(steps(from2, in[2], dilation[2]), kernel[2]);         \
+        T best = (T)-INFINITY;                                                          \
+        size which = (skip0 * kernel[1] + skip1) * kernel[2] + skip2;                   \
+        for (size k0 = skip0; k0 < end0; k0++)                                          \
+            for (size k1 = skip1; k1 < end1; k1++) {                                    \
+                const T *x = plane + ((at0 + k0 * dilation[0]) * in[1] + from1 + k1 * dilation[1]) * in[2]; \
+                const size offset = (k0 * kernel[1] + k1) * kernel[2];                  \
+                for (size k2 = skip2; k2 < end2; k2++) {                                \
+                    const T v = x[from2 + k2 * dilation[2]];                            \
+                    const int better = (v > best) | (v != v);                           \
+                    best = better ? v : best;                                           \
+                    which = better ? offset + k2 : which;                               \
+                }                                                                       \
+            }                                                                           \
+        y[OUTPUT] = best;                                                               \
+        offsets[OUTPUT] = (uint8_t)which;                                               \
+    }
+
+/* Forwards, for some rows of outputs: short ones several at a time, or, where there are few of them,
+   one output after the other. */
 #define MAX_POOL(NAME)                                                                  \
     LOOP void NAME(const void *work, size start, size end, size thread) {               \
         const Pool *pool = work;                                                        \
@@ -465,6 +491,12 @@ static inline size steps(size start, size place, size step) {
             uint8_t *offsets = pool->offsets + row * out[2] * channels;                 \
             rows = last || 2 * lane > BLOCK_OF_POOL ? 1 : BLOCK_OF_POOL / lane;         \
             rows = at_most(rows, at_most(out[1] - row % out[1], end - row));            \
+            if (!last && rows * lane < FEW_OUTPUTS) {                                   \
+                for (size r = 0; r < rows; r++)                                         \
+                    for (size k = 0; k < lane; k++)                                     \
+                        ONE_MAXIMUM(T, at1 + r * stride[1], k * step - window->padding[2], r * lane + k) \
+                continue;                                                               \
+            }                                                                           \
             for (size done = 0, count; done < out[2] * channels; done += count) {       \
                 const size begin = done % lane, output = last ? done / lane : begin;    \
                 const size at2 = output * stride[2] - window->padding[2];               \

@@ -110,10 +110,16 @@ Tensor adjoint_backward(AutogradContext *, const Tensor &);
 Tensor max_pool_backward(AutogradContext *, const Tensor &);
 Tensor instance_norm_backward(AutogradContext *, const Tensor &);
 Tensor rms_norm_backward(AutogradContext *, const Tensor &);
-enum Kind : int64_t { BITS, FEATURE_DROPOUT, BATCH_NORM_EVAL, ADJOINT, MAX_POOL, INSTANCE_NORM, RMS_NORM };
+Tensor cross_entropy_backward(AutogradContext *, const Tensor &);
+Tensor adaptive_max_pool_backward(AutogradContext *, const Tensor &);
+enum Kind : int64_t {
+    BITS, FEATURE_DROPOUT, BATCH_NORM_EVAL, ADJOINT, MAX_POOL, INSTANCE_NORM, RMS_NORM, CROSS_ENTROPY,
+    ADAPTIVE_MAX_POOL
+};
 Tensor (*const BACKWARD[])(AutogradContext *, const Tensor &) = {
     bits_backward, feature_dropout_backward, batch_norm_eval_backward, adjoint_backward,
-    max_pool_backward, instance_norm_backward, rms_norm_backward};
+    max_pool_backward, instance_norm_backward, rms_norm_backward, cross_entropy_backward,
+    adaptive_max_pool_backward};
 
 struct Layer : Function<Layer> {
     static Tensor forward(AutogradContext *ctx, const Tensor &x, Made *made) {
@@ -170,6 +176,29 @@ bool numbers(PyObject *const *args, double *out, int count) {
         if (out[k] == -1 && PyErr_Occurred()) return PyErr_Clear(), false;
     }
     return true;
+}
+
+/* A value that is no tensor: a number or a tuple of them; undefined with an error. */
+std::optional<at::IValue> constant(PyObject *arg) {
+    if (arg == Py_None) return at::IValue();
+    if (PyBool_Check(arg)) return at::IValue(arg == Py_True);
+    if (PyLong_CheckExact(arg)) return at::IValue((int64_t)PyLong_AsLongLong(arg));
+    if (PyFloat_CheckExact(arg)) return at::IValue(PyFloat_AsDouble(arg));
+    if (PyTuple_CheckExact(arg)) {
+        std::vector<int64_t> integers;
+        std::vector<bool> flags;
+        for (Py_ssize_t k = 0; k < PyTuple_GET_SIZE(arg); k++) {
+            PyObject *item = PyTuple_GET_ITEM(arg, k);
+            if (PyBool_Check(item)) flags.push_back(item == Py_True);
+            else if (PyLong_CheckExact(item)) integers.push_back(PyLong_AsLongLong(item));
+            else return std::nullopt;
+        }
+        if (flags.empty()) return at::IValue(integers);
+        c10::List<bool> list;
+        for (const bool flag : flags) list.push_back(flag);
+        return at::IValue(list);
+    }
+    return std::nullopt;
 }
 
 /* By a stock operation in Python: primal(*args, **options). */
@@ -237,21 +266,26 @@ at::DimVector channels(const Tensor &x) {
 
 PyObject *feature_dropout(PyObject *, PyObject *const *args, Py_ssize_t count) {
     HANDLE_TH_ERRORS
-    TORCH_CHECK_TYPE(count == 4, "feature_dropout takes 4 arguments");
+    TORCH_CHECK_TYPE(count == 3, "feature_dropout takes 3 arguments");
     const Tensor *x = plain(args[1]);
-    const int64_t above = PyLong_AsLongLong(args[2]);
     double p;
-    if (PyErr_Occurred()) return nullptr;
-    if (!x || !numbers(args + 3, &p, 1)) Py_RETURN_NONE;
-    Loop *loop = loop_for(above, x->scalar_type());
-    if (!loop) Py_RETURN_NONE;
+    if (!x || !numbers(args + 2, &p, 1)) Py_RETURN_NONE;
+    if (x->scalar_type() != at::kFloat && x->scalar_type() != at::kDouble) Py_RETURN_NONE;
     Made made;
     {
         pybind11::gil_scoped_release unlocked;
         at::AutoDispatchBelowADInplaceOrView guard;
-        const Tensor noise = at::empty(channels(*x), x->options()).bernoulli_(1 - p).div_(1 - p);
-        made.kept = {empty_bits(noise)};
-        run(loop, noise, Tensor(), made.kept[0], 0, 0);
+        const Tensor noise = at::empty(channels(*x), x->options()).bernoulli_(1 - p);
+        const Tensor bits = empty_bits(noise).zero_();
+        uint8_t *bytes = bits.mutable_data_ptr<uint8_t>();
+        AT_DISPATCH_FLOATING_TYPES(x->scalar_type(), "feature_dropout", [&] {
+            scalar_t *values = noise.mutable_data_ptr<scalar_t>();
+            for (int64_t k = 0; k < noise.numel(); k++) {
+                bytes[k / 8] |= (values[k] > 0) << k % 8;
+                values[k] /= (scalar_t)(1 - p);
+            }
+        });
+        made.kept = {bits};
         made.y = *x * noise;
     }
     made.call["p"] = p;
@@ -267,11 +301,13 @@ Tensor feature_dropout_backward(AutogradContext *ctx, const Tensor &g) {
         return g * unpack(bits, shape, c10::contiguous_strides(shape)).to(g.scalar_type()).div(1 - p);
     const Tensor noise = at::empty(shape, bits.options().dtype(g.scalar_type()));
     const uint8_t *bytes = bits.const_data_ptr<uint8_t>();
-    AT_DISPATCH_FLOATING_TYPES(g.scalar_type(), "noise", [&] {
+    AT_DISPATCH_FLOATING_TYPES(g.scalar_type(), "feature_dropout", [&] {
         scalar_t *values = noise.mutable_data_ptr<scalar_t>();
-        for (int64_t k = 0; k < noise.numel(); k++)
-            values[k] = bytes[k / 8] >> k % 8 & 1 ? 1 / (scalar_t)(1 - p) : 0;
+        const scalar_t on = 1 / (scalar_t)(1 - p);
+        for (int64_t k = 0; k < noise.numel(); k++) values[k] = bytes[k / 8] >> k % 8 & 1 ? on : 0;
     });
+    if (at::GradMode::is_enabled() || !is_plain(g)) return g * noise;
+    at::AutoDispatchBelowADInplaceOrView guard;
     return g * noise;
 }
 
@@ -391,6 +427,99 @@ Tensor max_pool_backward(AutogradContext *ctx, const Tensor &g) {
     return dx;
 }
 
+/* Adaptive max pooling, by torch: windows of an axis begin where that says, of sizes up to the kernel's. */
+struct AdaptiveWindows {
+    int64_t in[3] = {1, 1, 1}, kernel[3] = {1, 1, 1};
+    at::DimVector starts[3] = {{0}, {0}, {0}};
+
+    AdaptiveWindows(at::IntArrayRef inputs, at::IntArrayRef outputs, at::IntArrayRef kernels) {
+        const size_t absent = 3 - kernels.size();
+        for (size_t axis = absent; axis < 3; axis++) {
+            kernel[axis] = kernels[axis - absent];
+            in[axis] = inputs[inputs.size() - 3 + axis];
+            const int64_t out = outputs[outputs.size() - 3 + axis];
+            starts[axis].clear();
+            for (int64_t k = 0; k < out; k++) starts[axis].push_back(k * in[axis] / out);
+        }
+    }
+
+    int64_t places() const { return in[0] * in[1] * in[2]; }
+
+    /* Each of some values, by one from the start of its window. */
+    template <typename Change>
+    void change(const Tensor &values, Change by) const {
+        int64_t *value = values.mutable_data_ptr<int64_t>();
+        const int64_t *end = value + values.numel();
+        while (value < end)
+            for (const int64_t start0 : starts[0])
+                for (const int64_t start1 : starts[1])
+                    for (const int64_t start2 : starts[2]) {
+                        *value = by(*value, (start0 * in[1] + start1) * in[2] + start2);
+                        value++;
+                    }
+    }
+
+    void to_offsets(const Tensor &places) const {
+        const int64_t last = kernel[0] * kernel[1] * kernel[2] - 1;
+        change(places, [&](int64_t place, int64_t start) {
+            int64_t k2 = place - start, k0 = 0, k1 = 0;
+            if (kernel[0] > 1) k0 = k2 / (in[1] * in[2]), k2 %= in[1] * in[2];
+            if (kernel[1] > 1) k1 = k2 / in[2], k2 %= in[2];
+            /* (Torch's place of nothing but -inf, channels last, lies outside of a window in 3d.) */
+            return std::clamp<int64_t>((k0 * kernel[1] + k1) * kernel[2] + k2, 0, last);
+        });
+    }
+
+    void to_places(const Tensor &offsets) const {
+        std::vector<int64_t> moves;
+        for (int64_t k0 = 0; k0 < kernel[0]; k0++)
+            for (int64_t k1 = 0; k1 < kernel[1]; k1++)
+                for (int64_t k2 = 0; k2 < kernel[2]; k2++)
+                    moves.push_back((k0 * in[1] + k1) * in[2] + k2);
+        change(offsets, [&](int64_t offset, int64_t start) {
+            const int64_t move = moves[std::clamp<int64_t>(offset, 0, moves.size() - 1)];
+            return std::min(start + move, places() - 1);
+        });
+    }
+};
+
+PyObject *adaptive_max_pool(PyObject *, PyObject *const *args, Py_ssize_t count) {
+    HANDLE_TH_ERRORS
+    TORCH_CHECK_TYPE(count == 6 && THPVariable_Check(args[2]) && THPVariable_Check(args[3]),
+                     "adaptive_max_pool takes a name, three tensors, sizes and bits");
+    const Tensor *x = plain(args[1]), *y = plain(args[2]), *places = plain(args[3]);
+    const auto sizes = constant(args[4]);
+    const int64_t bits = PyLong_AsLongLong(args[5]);
+    if (PyErr_Occurred()) return nullptr;
+    if (!x || !y || !places || !places->is_contiguous() || !y->numel() || !sizes) Py_RETURN_NONE;
+    const auto kernel = sizes->toDimVector();
+    Made made;
+    {
+        at::AutoDispatchBelowADInplaceOrView guard;
+        AdaptiveWindows(x->sizes(), y->sizes(), kernel).to_offsets(*places);
+        made.y = *y;
+        made.kept = {places->to(bits == 8 ? at::kByte : bits == 16 ? at::kShort : at::kInt)};
+    }
+    made.call["kernel"] = at::IntArrayRef(kernel);
+    made.call["shape"] = x->sizes();
+    return layer(args[0], *x, ADAPTIVE_MAX_POOL, made);
+    END_HANDLE_TH_ERRORS
+}
+
+Tensor adaptive_max_pool_backward(AutogradContext *ctx, const Tensor &g) {
+    const Tensor offsets = ctx->get_saved_variables()[0];
+    const auto kernel = ctx->saved_data.at("kernel").toDimVector();
+    const auto shape = ctx->saved_data.at("shape").toDimVector();
+    TORCH_CHECK(offsets.dim() == (int64_t)shape.size(), "what was kept has another shape now");
+    const Tensor places = at::empty(offsets.sizes(), at::kLong).copy_(offsets);
+    AdaptiveWindows(shape, places.sizes(), kernel).to_places(places);
+    const Tensor x = at::empty({1}, g.options()).expand(shape);
+    if (kernel.size() == 3) return at::adaptive_max_pool3d_backward(g, x, places);
+    if (kernel.size() == 2) return at::adaptive_max_pool2d_backward(g, x, places);
+    const Tensor flat = places.unsqueeze(-2);
+    return at::adaptive_max_pool2d_backward(g.unsqueeze(-2), x.unsqueeze(-2), flat).squeeze(-2);
+}
+
 /* Batch normalization by constants: the variance, and the weight if there is one. */
 Tensor batch_norm_eval_backward(AutogradContext *ctx, const Tensor &g) {
     const auto kept = ctx->get_saved_variables();
@@ -401,12 +530,15 @@ Tensor batch_norm_eval_backward(AutogradContext *ctx, const Tensor &g) {
     return g * scale.view(shape);
 }
 
-/* A stock operation whose gradient is one operation, called by its name, on that of its output. */
+/* A stock operation whose gradient is a few operations, called by their names, on that of its output. */
+struct Step {
+    c10::OperatorHandle op, inplace; /* The second where it may overwrite what the step before made. */
+    std::vector<at::IValue> args;    /* Constants, */
+    std::vector<char> kinds;         /* or what a letter stands for (see methods below). */
+};
 struct Recipe {
-    c10::OperatorHandle op;
-    std::vector<at::IValue> args; /* Constants, */
-    std::vector<char> kinds;      /* or what a letter stands for (see methods below). */
-    bool flat;                    /* It wants an axis more: of length 1, before the last. */
+    std::vector<Step> steps;
+    bool flat; /* They want an axis more: of length 1, before the last. */
     bool of_output;
 };
 std::deque<Recipe> recipes; /* for good: references to them stay */
@@ -415,21 +547,26 @@ Tensor adjoint_backward(AutogradContext *ctx, const Tensor &given) {
     const auto &recipe = *(const Recipe *)(intptr_t)ctx->saved_data.at("recipe").toInt();
     const auto kept = ctx->get_saved_variables();
     const Tensor g = recipe.flat ? given.unsqueeze(-2) : given;
-    torch::jit::Stack stack;
-    stack.reserve(recipe.args.size());
-    for (size_t k = 0; k < recipe.args.size(); k++) switch (recipe.kinds[k]) {
-        case 'g': stack.emplace_back(g); break;
-        case 'k': stack.emplace_back(kept.at(0)); break;
-        case 'x': {
-            const Tensor x = at::empty({1}, g.options()).expand(ctx->saved_data.at("shape").toDimVector());
-            stack.emplace_back(recipe.flat ? x.unsqueeze(-2) : x);
-            break;
+    Tensor made;
+    for (const auto &step : recipe.steps) {
+        torch::jit::Stack stack;
+        stack.reserve(step.args.size());
+        for (size_t k = 0; k < step.args.size(); k++) switch (step.kinds[k]) {
+            case 'g': stack.emplace_back(g); break;
+            case 'k': stack.emplace_back(kept.at(0)); break;
+            case 'r': stack.emplace_back(made); break;
+            case 'x': {
+                const Tensor x = at::empty({1}, g.options()).expand(ctx->saved_data.at("shape").toDimVector());
+                stack.emplace_back(recipe.flat ? x.unsqueeze(-2) : x);
+                break;
+            }
+            default: stack.push_back(step.args[k]);
         }
-        default: stack.push_back(recipe.args[k]);
+        const bool overwrites = !at::GradMode::is_enabled() && is_plain(g) && is_unobserved();
+        (overwrites ? step.inplace : step.op).callBoxed(stack);
+        made = stack[0].toTensor();
     }
-    recipe.op.callBoxed(stack);
-    const Tensor dx = stack[0].toTensor();
-    return recipe.flat ? dx.squeeze(-2) : dx;
+    return recipe.flat ? made.squeeze(-2) : made;
 }
 
 /* Instance normalization: as torch does it, batch normalization of one example that has all channels. */
@@ -515,47 +652,99 @@ Tensor rms_norm_backward(AutogradContext *ctx, const Tensor &g) {
     return products.reshape({-1, products.size(-1)}).sum(0);
 }
 
-/* A constant of a recipe; undefined with an error. */
-std::optional<at::IValue> constant(PyObject *arg) {
-    if (arg == Py_None) return at::IValue();
-    if (PyBool_Check(arg)) return at::IValue(arg == Py_True);
-    if (PyLong_CheckExact(arg)) return at::IValue((int64_t)PyLong_AsLongLong(arg));
-    if (PyFloat_CheckExact(arg)) return at::IValue(PyFloat_AsDouble(arg));
-    if (PyTuple_CheckExact(arg)) {
-        std::vector<int64_t> integers;
-        std::vector<bool> flags;
-        for (Py_ssize_t k = 0; k < PyTuple_GET_SIZE(arg); k++) {
-            PyObject *item = PyTuple_GET_ITEM(arg, k);
-            if (PyBool_Check(item)) flags.push_back(item == Py_True);
-            else if (PyLong_CheckExact(item)) integers.push_back(PyLong_AsLongLong(item));
-            else return std::nullopt;
-        }
-        if (flags.empty()) return at::IValue(integers);
-        c10::List<bool> list;
-        for (const bool flag : flags) list.push_back(flag);
-        return at::IValue(list);
+/* Cross-entropy of rows of logits, by indices of classes. */
+bool fits(const Tensor &x, const Tensor &target) {
+    const bool is_float = x.scalar_type() == at::kFloat || x.scalar_type() == at::kDouble;
+    return is_plain(x) && is_float && x.dim() == 2 && x.is_contiguous() && x.numel() && is_plain(target) &&
+           target.scalar_type() == at::kLong && target.is_contiguous() && target.sizes() == x.sizes().slice(0, 1);
+}
+
+PyObject *cross_entropy(PyObject *, PyObject *const *args, Py_ssize_t count) {
+    HANDLE_TH_ERRORS
+    TORCH_CHECK_TYPE(count == 5, "cross_entropy takes 5 arguments");
+    const Tensor *x = plain(args[1]), *target = plain(args[2]);
+    if (!x || !target || !fits(*x, *target) || !PyLong_CheckExact(args[3])) Py_RETURN_NONE;
+    const int64_t ignored = PyLong_AsLongLong(args[3]), reduction = PyLong_AsLongLong(args[4]);
+    if (PyErr_Occurred()) return nullptr;
+    Made made;
+    {
+        pybind11::gil_scoped_release unlocked;
+        at::AutoDispatchBelowADInplaceOrView guard;
+        made.y = at::cross_entropy_loss(*x, *target, {}, reduction, ignored);
+        made.kept = {*x, *target};
     }
-    return std::nullopt;
+    made.call["ignored"] = ignored;
+    made.call["is_mean"] = reduction == at::Reduction::Mean;
+    return layer(args[0], *x, CROSS_ENTROPY, made);
+    END_HANDLE_TH_ERRORS
+}
+
+/* That of x is softmax(x) * h, less h for the class of the target, of each row. */
+Tensor cross_entropy_backward(AutogradContext *ctx, const Tensor &g) {
+    const auto kept = ctx->get_saved_variables();
+    const Tensor &x = kept[0], &target = kept[1];
+    const int64_t ignored = ctx->saved_data.at("ignored").toInt();
+    const bool is_mean = ctx->saved_data.at("is_mean").toBool();
+    const bool of_rows = g.dim() && g.is_contiguous() && g.sizes() == target.sizes();
+    const bool fast = !at::GradMode::is_enabled() && is_plain(g) && fits(x, target) && is_unobserved();
+    if (!fast || !(of_rows || !g.dim()) || g.scalar_type() != x.scalar_type()) {
+        const Tensor counts = target != ignored, index = (target * counts).unsqueeze(1);
+        const Tensor each = is_mean ? g / counts.sum(g.scalar_type()) : g;
+        const Tensor h = at::where(counts, each, at::zeros({}, g.options())).unsqueeze(1);
+        return at::softmax(x, 1) * h - at::zeros_like(x).scatter(1, index, h);
+    }
+    at::AutoDispatchBelowADInplaceOrView guard;
+    const int64_t rows = x.size(0), classes = x.size(1), *classed = target.const_data_ptr<int64_t>();
+    const Tensor dx = at::_softmax(x, 1, false), h = at::empty({rows, 1}, x.options());
+    AT_DISPATCH_FLOATING_TYPES(x.scalar_type(), "cross_entropy", [&] {
+        const scalar_t *of = g.const_data_ptr<scalar_t>();
+        scalar_t *each = h.mutable_data_ptr<scalar_t>(), *gradient = dx.mutable_data_ptr<scalar_t>();
+        const auto count = is_mean ? rows - std::count(classed, classed + rows, ignored) : 1;
+        for (int64_t row = 0; row < rows; row++)
+            each[row] = classed[row] == ignored ? 0 : of[of_rows ? row : 0] / (scalar_t)count;
+        dx.mul_(h);
+        for (int64_t row = 0; row < rows; row++) {
+            if (classed[row] == ignored) continue;
+            TORCH_CHECK_INDEX(classed[row] >= 0 && classed[row] < classes, "Target ", classed[row],
+                              " is out of bounds.");
+            gradient[row * classes + classed[row]] -= each[row];
+        }
+    });
+    return dx;
+}
+
+/* An operation by its name, which may have that of an overload; or its namesake in place. */
+std::optional<c10::OperatorHandle> find(const std::string &name, bool inplace) {
+    const auto dot = name.find('.');
+    const auto overload = dot == std::string::npos ? "" : name.substr(dot + 1);
+    return c10::Dispatcher::singleton().findSchema({name.substr(0, dot) + (inplace ? "_" : ""), overload});
 }
 
 PyObject *recipe(PyObject *, PyObject *given) {
     HANDLE_TH_ERRORS
-    const char *name;
-    PyObject *args;
+    PyObject *steps;
     int flat, of_output;
-    if (!PyArg_ParseTuple(given, "sO!pp:recipe", &name, &PyTuple_Type, &args, &flat, &of_output))
-        return nullptr;
-    const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name, "");
-    Recipe made = {op, {}, {}, (bool)flat, (bool)of_output};
-    TORCH_CHECK(op.schema().arguments().size() == (size_t)PyTuple_GET_SIZE(args), name);
-    for (Py_ssize_t k = 0; k < PyTuple_GET_SIZE(args); k++) {
-        PyObject *arg = PyTuple_GET_ITEM(args, k);
-        const bool is_letter = PyUnicode_Check(arg);
-        const auto value = is_letter ? std::optional<at::IValue>(at::IValue()) : constant(arg);
-        if (PyErr_Occurred()) return nullptr;
-        TORCH_CHECK_TYPE(value.has_value(), "not a constant: ", Py_TYPE(arg)->tp_name);
-        made.kinds.push_back(is_letter ? (char)PyUnicode_ReadChar(arg, 0) : 0);
-        made.args.push_back(*value);
+    if (!PyArg_ParseTuple(given, "O!pp:recipe", &PyTuple_Type, &steps, &flat, &of_output)) return nullptr;
+    Recipe made = {{}, (bool)flat, (bool)of_output};
+    for (Py_ssize_t n = 0; n < PyTuple_GET_SIZE(steps); n++) {
+        const char *name;
+        PyObject *args;
+        if (!PyArg_ParseTuple(PyTuple_GET_ITEM(steps, n), "sO!:step", &name, &PyTuple_Type, &args))
+            return nullptr;
+        const auto op = find(name, false);
+        TORCH_CHECK(op && op->schema().arguments().size() == (size_t)PyTuple_GET_SIZE(args), name);
+        Step step = {*op, *op, {}, {}};
+        for (Py_ssize_t k = 0; k < PyTuple_GET_SIZE(args); k++) {
+            PyObject *arg = PyTuple_GET_ITEM(args, k);
+            const bool is_letter = PyUnicode_Check(arg);
+            const auto value = is_letter ? std::optional<at::IValue>(at::IValue()) : constant(arg);
+            if (PyErr_Occurred()) return nullptr;
+            TORCH_CHECK_TYPE(value.has_value(), "not a constant: ", Py_TYPE(arg)->tp_name);
+            step.kinds.push_back(is_letter ? (char)PyUnicode_ReadChar(arg, 0) : 0);
+            step.args.push_back(*value);
+        }
+        if (step.kinds[0] == 'r') step.inplace = find(name, true).value_or(*op);
+        made.steps.push_back(std::move(step));
     }
     recipes.push_back(std::move(made));
     return PyLong_FromSize_t(recipes.size() - 1);
@@ -643,16 +832,21 @@ PyMethodDef methods[] = {
      "bits(row, x, loop, inplace, low, high, family, a, b, op, args, also): x by a loop (or by op(*args), "
      "if it is not None) that says bits, of which backward makes g, or +0 (family 0); g * a, or +0 (1); "
      "g * a, or g * b (2). It keeps the bits and, if it is not None, what it is to keep also"},
-    {"feature_dropout", FAST(feature_dropout), "feature_dropout(row, x, loop, p), with the loop for bits"},
+    {"feature_dropout", FAST(feature_dropout), "feature_dropout(row, x, p)"},
     {"max_pool", FAST(max_pool), "max_pool(row, x, windows)"},
+    {"adaptive_max_pool", FAST(adaptive_max_pool),
+     "adaptive_max_pool(row, x, y, places, kernel, bits): y and the places of its maxima (which are "
+     "overwritten) are torch's; it keeps them as indices of so many bits into windows"},
     {"instance_norm", FAST(instance_norm), "instance_norm(row, x, weight | None, bias | None, eps)"},
     {"rms_norm_of_weight", FAST(rms_norm_of_weight), "rms_norm_of_weight(row, x, weight, eps | None)"},
+    {"cross_entropy", FAST(cross_entropy), "cross_entropy(row, x, target, ignore_index, reduction)"},
     {"batch_norm_eval", FAST(batch_norm_eval),
      "batch_norm_eval(row, primal, (variance, weight | None), args, options, eps): "
      "primal(*args, **options), by constants"},
     {"recipe", recipe, METH_VARARGS,
-     "recipe(op, args, flat, of_output): the number of one. Of args, 'g' is the gradient of the output, "
-     "'x' a stand-in that has the shape of the input, 'k' what is kept (the output, if so)"},
+     "recipe(((op, args), ...), flat, of_output): the number of one. Of args, 'g' is the gradient of the "
+     "output, 'x' a stand-in that has the shape of the input, 'k' what is kept (the output, if so), 'r' "
+     "the result of the step before"},
     {"adjoint", FAST(adjoint),
      "adjoint(row, recipe_of, primal, kept, args, options): primal(*args, **options), whose gradient "
      "with respect to args[0] is by the recipe that recipe_of says, of the same arguments"},

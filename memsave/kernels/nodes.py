@@ -55,13 +55,13 @@ def bits(
 LOOPS = {"relu": _native.relu, **native.PIECEWISE}
 
 
-def feature_dropout(row: str, x: Tensor, p: float) -> Tensor | None:
-    """``torch.feature_dropout(x, p, True)``, with the same random numbers."""
-    return _nodes.feature_dropout(row, x, _native.above, p)
-
-
+#: ``feature_dropout(row, x, p)``: ``torch.feature_dropout(x, p, True)``, with the same numbers.
+feature_dropout = _nodes.feature_dropout
 #: ``max_pool(row, x, windows)``, of :class:`memsave.kernels.reference.Windows`.
 max_pool = _nodes.max_pool
+#: ``adaptive_max_pool(row, x, y, places, kernel, bits)``, of what torch makes of ``x``: the output,
+#: and places of maxima, which are overwritten. It keeps them as indices into windows, of such bits.
+adaptive_max_pool = _nodes.adaptive_max_pool
 #: ``instance_norm(row, x, weight, bias, eps)``, without running statistics.
 instance_norm = _nodes.instance_norm
 #: ``rms_norm_of_weight(row, x, weight, eps)``, of which the weight alone wants a gradient.
@@ -75,29 +75,47 @@ adjoint = _nodes.adjoint
 
 
 @cache
-def recipe(op: str, *args: Any, flat: bool = False, of_output: bool = False) -> int | None:
-    """For :data:`adjoint`: an operation of torch, and its arguments.
+def recipe(*steps: tuple[Any, ...], flat: bool = False, of_output: bool = False) -> int | None:
+    """For :data:`adjoint`: one operation of torch after another, with their arguments.
 
     Args:
-        op: Its name.
-        *args: Constants (of the types that it takes, tuples for lists); ``"g"``, the gradient of
-            the output; ``"x"``, a stand-in that has the shape of the input; ``"k"``, what is kept.
-        flat: Whether it works on an axis more, of length 1, before the last.
+        *steps: Of each its name (``"mul.Tensor"`` where it has several signatures), then its
+            arguments: constants (of the types that it takes, tuples for lists); ``"g"``, the
+            gradient of the output; ``"x"``, a stand-in that has the shape of the input; ``"k"``,
+            what is kept; ``"r"``, the result of the step before (if it is the first one, this step
+            is taken in place where it can).
+        flat: Whether they work on an axis more, of length 1, before the last.
         of_output: Whether the output is what is kept.
 
     Returns:
         ``None`` if a constant is of another type.
     """
     try:
-        return _nodes.recipe(f"aten::{op}", args, flat, of_output)
+        named = tuple((f"aten::{op}", tuple(args)) for op, *args in steps)
+        return _nodes.recipe(named, flat, of_output)
     except TypeError:
         return None
 
 
+#: Numbers of ``reduction``, as torch has them.
+REDUCTION = {"none": 0, "mean": 1, "sum": 2}
+
+
+def cross_entropy(
+    row: str, x: Tensor, target: Tensor, ignore_index: int, reduction: str
+) -> Tensor | None:
+    """Of rows of logits, by indices of classes that have no weights."""
+    if reduction not in REDUCTION:
+        return None
+    return _nodes.cross_entropy(row, x, target, ignore_index, REDUCTION[reduction])
+
+
 __all__ = [
+    "adaptive_max_pool",
     "adjoint",
     "batch_norm_eval",
     "bits",
+    "cross_entropy",
     "feature_dropout",
     "instance_norm",
     "max_pool",

@@ -87,13 +87,14 @@ def _recipe(
     if dims == 1:
         sizes = tuple([fill, *size] for fill, size in zip((1, 1, 0), sizes, strict=True))
     op = f"avg_pool{max(dims, 2)}d_backward"
-    return kernels.nodes.recipe(op, "g", "x", *map(tuple, sizes), *rest, flat=dims == 1)
+    step = (op, "g", "x", *map(tuple, sizes), *rest)
+    return kernels.nodes.recipe(step, flat=dims == 1)
 
 
 def _adaptive_recipe(dims: int, x: Tensor, *, output_size: Any) -> int | None:
     """Of :func:`_adaptive_bwd`."""
     op = f"_adaptive_avg_pool{max(dims, 2)}d_backward"
-    return kernels.nodes.recipe(op, "g", "x", flat=dims == 1)
+    return kernels.nodes.recipe((op, "g", "x"), flat=dims == 1)
 
 
 def _node(

@@ -222,8 +222,9 @@ def _recipe_of(
     sizes = (steps, edges, apart)
     if few:
         rest = (False, (0,) * len(kernel), groups, (True, False, False))
-        return kernels.nodes.recipe("convolution_backward", "g", "x", "k", None, *sizes, *rest)
-    return kernels.nodes.recipe("convolution", "g", "k", None, *sizes, True, left_over, groups)
+        op = ("convolution_backward", "g", "x", "k", None, *sizes, *rest)
+        return kernels.nodes.recipe(op)
+    return kernels.nodes.recipe(("convolution", "g", "k", None, *sizes, True, left_over, groups))
 
 
 def _conv_node(

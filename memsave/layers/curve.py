@@ -27,12 +27,12 @@ def define_curve(
     row: Layer,
     primal: Callable[..., Tensor],
     gradient: Callable[..., Tensor],
-    op: Callable[..., tuple[Any, ...]] | None = None,
+    steps: Callable[..., list[tuple[Any, ...]]] | None = None,
 ) -> Callable[..., Tensor]:
     """The rule of a row that reads one array: ``gradient(g, array, **options)``.
 
     Args:
-        op: ``op(**options)``: the same as one operation, for :func:`memsave.kernels.nodes.recipe`.
+        steps: ``steps(**options)``: the same as :func:`memsave.kernels.nodes.recipe` has it.
     """
     ((residual,),) = row.reads.values()
     of_output = residual == "y"
@@ -41,8 +41,8 @@ def define_curve(
         return {"x": gradient(g, saved[residual], **options)}
 
     def recipe_of(x: Tensor, **options: Any) -> int | None:
-        assert op is not None
-        return kernels.nodes.recipe(*op(**options), of_output=of_output)
+        assert steps is not None
+        return kernels.nodes.recipe(*steps(**options), of_output=of_output)
 
     def node(row: str, wrt: Mask, x: Tensor, **options: Any) -> Tensor | None:
         if options.get("inplace"):
@@ -50,7 +50,7 @@ def define_curve(
         kept = () if of_output else (x,)
         return kernels.nodes.adjoint(row, recipe_of, primal, kept, (x,), options)
 
-    return define(row, primal, bwd, shapes=(), node=None if op is None else node)
+    return define(row, primal, bwd, shapes=(), node=None if steps is None else node)
 
 
 def _elu(x: Tensor, *, alpha: float, inplace: bool = False) -> Tensor:
@@ -75,6 +75,10 @@ def _times_rest(g: Tensor, exponent: Tensor) -> Tensor:
     if not is_final(g) or g.stride() != rest.stride():
         return g * -rest
     return torch.addcmul(g.new_zeros(()), rest, g, value=-1, out=rest)
+
+
+#: The same after ``expm1``, as steps.
+TIMES_REST = (("neg", "r"), ("mul.Tensor", "r", "g"))
 
 
 def _logsigmoid_gradient(g: Tensor, x: Tensor) -> Tensor:
@@ -107,36 +111,47 @@ _elu_from_output = define_curve(
     spec.ELU_FROM_OUTPUT,
     _elu,
     lambda g, y, alpha, **_: torch.ops.aten.elu_backward(g, alpha, 1, 1, True, y),
-    lambda alpha, **_: ("elu_backward", "g", float(alpha), 1.0, 1.0, True, "k"),
+    lambda alpha, **_: [("elu_backward", "g", float(alpha), 1.0, 1.0, True, "k")],
 )
 _celu_from_output = define_curve(
     spec.CELU_FROM_OUTPUT,
     _celu,
     lambda g, y, alpha, **_: torch.ops.aten.elu_backward(g, alpha, 1, 1 / alpha, True, y),
-    lambda alpha, **_: ("elu_backward", "g", float(alpha), 1.0, 1 / alpha, True, "k"),
+    lambda alpha, **_: [("elu_backward", "g", float(alpha), 1.0, 1 / alpha, True, "k")],
 )
 _selu_from_output = define_curve(
     spec.SELU_FROM_OUTPUT,
     _selu,
     lambda g, y, **_: torch.ops.aten.elu_backward(g, SELU_ALPHA, SELU_SCALE, 1, True, y),
-    lambda **_: ("elu_backward", "g", SELU_ALPHA, SELU_SCALE, 1.0, True, "k"),
+    lambda **_: [("elu_backward", "g", SELU_ALPHA, SELU_SCALE, 1.0, True, "k")],
 )
 _softplus_from_output = define_curve(
     spec.SOFTPLUS_FROM_OUTPUT,
     _softplus,
     # (It is 1 where softplus is the identity, to rounding.)
     lambda g, y, beta, **_: _times_rest(g, y * -beta),
+    lambda beta, **_: [("mul.Scalar", "k", -beta), ("expm1", "r"), *TIMES_REST],
 )
 # Stock keeps a buffer as well, on CPU.
 _logsigmoid = define_curve(
     spec.LOGSIGMOID,
     F.logsigmoid,
     _logsigmoid_gradient,
-    lambda: ("softplus_backward", "g", "k", -1, 40),
+    lambda: [("softplus_backward", "g", "k", -1, 40)],
 )
-_logsigmoid_from_output = define_curve(spec.LOGSIGMOID_FROM_OUTPUT, F.logsigmoid, _times_rest)
+_logsigmoid_from_output = define_curve(
+    spec.LOGSIGMOID_FROM_OUTPUT,
+    F.logsigmoid,
+    _times_rest,
+    lambda: [("expm1", "k"), *TIMES_REST],
+)
 # Stock keeps what it has computed in between.
-_tanhshrink = define_curve(spec.TANHSHRINK, F.tanhshrink, _tanhshrink_gradient)
+_tanhshrink = define_curve(
+    spec.TANHSHRINK,
+    F.tanhshrink,
+    _tanhshrink_gradient,
+    lambda: [("tanh", "k"), ("square", "r"), ("mul.Tensor", "r", "g")],
+)
 _softsign = define_curve(spec.SOFTSIGN, F.softsign, lambda g, x: g / (x.abs() + 1).square())
 
 

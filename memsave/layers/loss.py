@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn import _reduction
 
-from .. import spec
+from .. import kernels, spec
 from ..function import Grads, Mask, Saved, Shapes, define, is_plain_gradient
 from .module import drop_in
 
@@ -128,8 +128,24 @@ def _bwd_of_probabilities(
     return {"x": dx.to(x.dtype)}
 
 
+def _node(
+    row: str,
+    wrt: Mask,
+    x: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    *,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor | None:
+    if weight is not None or label_smoothing:
+        return None
+    return kernels.nodes.cross_entropy(row, x, target, ignore_index, reduction)
+
+
 # torch.compile keeps the logits and what normalizes them, by itself.
-_cross_entropy = define(spec.CROSS_ENTROPY, _primal, _bwd, compiled=False)
+_cross_entropy = define(spec.CROSS_ENTROPY, _primal, _bwd, compiled=False, node=_node)
 _cross_entropy_of_probabilities = define(
     spec.CROSS_ENTROPY_OF_PROBABILITIES, _primal, _bwd_of_probabilities, compiled=False
 )

@@ -36,7 +36,7 @@ def _backward(pad: Sequence[int], mode: str) -> str:
 
 
 def _recipe(x: Tensor, *, pad: Sequence[int], mode: str) -> int | None:
-    return kernels.nodes.recipe(_backward(pad, mode), "g", "x", tuple(pad))
+    return kernels.nodes.recipe((_backward(pad, mode), "g", "x", tuple(pad)))
 
 
 def _node(row: str, wrt: Mask, x: Tensor, **options: Any) -> Tensor | None:

@@ -18,6 +18,7 @@ from torch.compiler import is_dynamo_compiling
 
 from .. import kernels, spec
 from ..function import Grads, Mask, Saved, Shapes, define, is_plain_gradient
+from ..kernels.memory import has_memory
 from ..kernels.reference import Windows
 from .module import drop_in
 from .shape import Ints, channels_last, per_axis, remembered
@@ -231,6 +232,11 @@ def _adaptive_window(inputs: torch.Size, outputs: torch.Size, **_: Any) -> Windo
     return Window(inputs, starts, spec.adaptive_kernel(inputs, outputs), [1] * len(inputs))
 
 
+@remembered
+def _adaptive_kernel(inputs: torch.Size, outputs: torch.Size) -> tuple[int, ...]:
+    return tuple(spec.adaptive_kernel(inputs, outputs))
+
+
 def _define(
     row: spec.Layer,
     dims: int,
@@ -241,14 +247,24 @@ def _define(
     compiled: bool = True,
 ) -> Callable[..., Any]:
     """``formats``: whether gradients of what is ``channels_last`` are so, too."""
+    adaptive = window_of is _adaptive_window
     fwd = partial(_fwd, dims, primal, window_of, formats)
     bwd = partial(_bwd, dims, window_of, formats)
 
     def node(row: str, wrt: Mask, x: Tensor, **options: Any) -> Tensor | None:
-        windows = _windows(x.shape[-dims:], **options) if dims < x.ndim < dims + 3 else None
-        if not windows or options["return_indices"] or not (formats or x.is_contiguous()):
+        if options["return_indices"] or not dims < x.ndim < dims + 3:
             return None
-        return kernels.nodes.max_pool(row, x, windows)
+        windows = _windows(x.shape[-dims:], **options)
+        if windows and (formats or x.is_contiguous()):
+            y = kernels.nodes.max_pool(row, x, windows)
+            if y is not None:
+                return y
+        if not adaptive or not x.is_contiguous() or not has_memory(x, x.stride()):
+            return None
+        y, places = primal(x.detach(), **{**options, "return_indices": True})
+        kernel = _adaptive_kernel(x.shape[-dims:], y.shape[-dims:])
+        bits = spec.offset_bits(kernel)
+        return kernels.nodes.adaptive_max_pool(row, x, y, places, kernel, bits)
 
     return define(row, primal, bwd, fwd, compiled=compiled, shapes=("x",), node=node)
 
