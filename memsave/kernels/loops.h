@@ -23,6 +23,19 @@ typedef struct {
 } Window;
 enum { LARGEST_WINDOW = 256 }; /* in places */
 
+/* Normalization, backwards: gradients of x, weight and bias, from x or from y, of rows. */
+typedef struct {
+    const void *g, *kept, *mean, *rstd, *weight, *bias, *inverse; /* or NULL, the last five */
+    void *dx, *dweight, *dbias;                                   /* or NULL; a row for each thread */
+    ptrdiff_t features;       /* or channels of a group */
+    ptrdiff_t groups, places; /* or 1 */
+    double shift;             /* added to the weight */
+    int from_y, centered;
+} Norm;
+
+/* Of fewer elements, one thread is the fastest. */
+enum { GRAIN = 32768 };
+
 #define LOOPS "memsave.kernels._native.loops"
 
 typedef struct {
@@ -33,6 +46,8 @@ typedef struct {
     /* Max pooling of floats or doubles, whose channels are stored last or count as planes; the same. */
     void (*pool)(int backwards, int is_double, const void *x, void *y, uint8_t *offsets, ptrdiff_t planes,
                  ptrdiff_t channels, const Window *window, ptrdiff_t threads);
+    /* Rows of floats or doubles, or groups of several places; the same, with these threads. */
+    void (*norm)(const Norm *norm, int is_double, int of_groups, ptrdiff_t rows, ptrdiff_t threads);
 } Loops;
 
 #endif

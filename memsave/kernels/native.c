@@ -149,15 +149,6 @@ FROM_BITS(select_int64_t, int64_t, uint32_t, flag ? v : 0)
 /* Normalization, backwards: gradients of x, weight and bias, from x or from y. Of rows, or of groups
    of channels that have several places each. */
 
-typedef struct {
-    const void *g, *kept, *mean, *rstd, *weight, *bias, *inverse; /* or NULL, the last five */
-    void *dx, *dweight, *dbias;                         /* or NULL; a row for each thread */
-    size features;       /* or channels of a group */
-    size groups, places; /* or 1 */
-    double shift;        /* added to the weight */
-    int from_y, centered;
-} Norm;
-
 static inline float of_bfloat16(uint16_t half) {
     const uint32_t bits = (uint32_t)half << 16;
     float value;
@@ -597,7 +588,6 @@ extern int omp_get_thread_num(void) __attribute__((weak));
 extern int omp_get_num_threads(void) __attribute__((weak));
 #endif
 
-enum { GRAIN = 32768 }; /* of torch */
 
 typedef struct {
     Loop *loop;
@@ -786,6 +776,12 @@ static int is_unobserved(void) {
         if (depth) return depth < 0 ? -1 : 0;
     }
     return 1;
+}
+
+static void run_norm(const Norm *norm, int is_double, int of_groups, size rows, size threads) {
+    Loop *const loops[2][2] = {{norm_float, norm_double}, {group_norm_float, group_norm_double}};
+    run((Task){loops[of_groups][is_double], norm, rows, 1}, threads,
+        rows * norm->features * norm->places);
 }
 
 static Loop *loop_for(size family, int code, int bits) {
@@ -1143,7 +1139,7 @@ static int add_names(PyObject *module, const Named *table, size count) {
 }
 
 static int add_loops(PyObject *module) {
-    static const Loops loops = {loop_for, run_over_bits, run_pool};
+    static const Loops loops = {loop_for, run_over_bits, run_pool, run_norm};
     PyObject *capsule = PyCapsule_New((void *)&loops, LOOPS, NULL);
     const int failed = !capsule || PyModule_AddObjectRef(module, "loops", capsule) < 0;
     Py_XDECREF(capsule);

@@ -97,7 +97,7 @@ Tensor from_bits(Family family, const Tensor &g, const Tensor &bits, at::IntArra
 
 /* A layer, computed already: what is kept and remembered for backward, as an autograd function. */
 struct Made {
-    Tensor y;
+    Tensor y, also; /* the statistics that come with y, of Norms */
     variable_list kept;
     ska::flat_hash_map<std::string, at::IValue> call;
     bool inplace = false;
@@ -109,17 +109,14 @@ Tensor batch_norm_eval_backward(AutogradContext *, const Tensor &);
 Tensor adjoint_backward(AutogradContext *, const Tensor &);
 Tensor max_pool_backward(AutogradContext *, const Tensor &);
 Tensor instance_norm_backward(AutogradContext *, const Tensor &);
-Tensor rms_norm_backward(AutogradContext *, const Tensor &);
 Tensor cross_entropy_backward(AutogradContext *, const Tensor &);
 Tensor adaptive_max_pool_backward(AutogradContext *, const Tensor &);
 enum Kind : int64_t {
-    BITS, FEATURE_DROPOUT, BATCH_NORM_EVAL, ADJOINT, MAX_POOL, INSTANCE_NORM, RMS_NORM, CROSS_ENTROPY,
-    ADAPTIVE_MAX_POOL
+    BITS, FEATURE_DROPOUT, BATCH_NORM_EVAL, ADJOINT, MAX_POOL, INSTANCE_NORM, CROSS_ENTROPY, ADAPTIVE_MAX_POOL
 };
 Tensor (*const BACKWARD[])(AutogradContext *, const Tensor &) = {
     bits_backward, feature_dropout_backward, batch_norm_eval_backward, adjoint_backward,
-    max_pool_backward, instance_norm_backward, rms_norm_backward, cross_entropy_backward,
-    adaptive_max_pool_backward};
+    max_pool_backward, instance_norm_backward, cross_entropy_backward, adaptive_max_pool_backward};
 
 struct Layer : Function<Layer> {
     static Tensor forward(AutogradContext *ctx, const Tensor &x, Made *made) {
@@ -138,20 +135,25 @@ struct Layer : Function<Layer> {
     }
 };
 
-/* The layer of a row, differentiable in x. */
-PyObject *layer(PyObject *row, const Tensor &x, Kind kind, Made &made) {
+bool name(PyObject *row, Made &made) {
     Py_ssize_t length;
     const char *name = PyUnicode_AsUTF8AndSize(row, &length);
-    if (!name) return nullptr;
-    made.call["row"] = std::string(name, length);
+    if (name) made.call["row"] = std::string(name, length);
+    return name;
+}
+
+/* The layer of a row, differentiable in x. */
+PyObject *layer(PyObject *row, const Tensor &x, Kind kind, Made &made) {
+    if (!name(row, made)) return nullptr;
     made.call["kind"] = (int64_t)kind;
     return THPVariable_Wrap(Layer::apply(x, &made));
 }
 
 /* As the Python class of an autograd function is named. */
+template <typename T>
 PyObject *name_of(PyObject *self, PyObject *) {
     HANDLE_TH_ERRORS
-    const auto *node = (CppNode<Layer> *)((torch::autograd::THPCppFunction *)self)->cdata.get();
+    const auto *node = (CppNode<T> *)((torch::autograd::THPCppFunction *)self)->cdata.get();
     std::string name = "Memsave";
     bool starts = true;
     for (const char letter : node->ctx_.saved_data.at("row").toStringRef()) {
@@ -624,32 +626,149 @@ Tensor instance_norm_backward(AutogradContext *ctx, const Tensor &g) {
     return std::get<0>(grads).view(g.sizes());
 }
 
-/* RMS normalization over the last axis, whose weight alone wants a gradient. */
-PyObject *rms_norm_of_weight(PyObject *, PyObject *const *args, Py_ssize_t count) {
+/* Normalization of each example over its last axis, or over groups of channels: from x (without a mean)
+   or from y. What y and the statistics are of x tells the second derivative, so both are results. */
+struct Norms : Function<Norms> {
+    static variable_list forward(AutogradContext *ctx, const Tensor &, const std::optional<Tensor> &weight,
+                                 const std::optional<Tensor> &bias, Made *made) {
+        ctx->set_materialize_grads(false);
+        ctx->save_for_backward(made->kept);
+        ctx->saved_data = std::move(made->call);
+        ctx->saved_data["has_weight"] = weight.has_value();
+        ctx->saved_data["has_bias"] = bias.has_value();
+        return {made->y, made->also};
+    }
+
+    static variable_list backward(AutogradContext *ctx, const variable_list &gs) {
+        const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+        const bool has_weight = ctx->saved_data.at("has_weight").toBool();
+        const bool has_bias = ctx->saved_data.at("has_bias").toBool();
+        const bool wanted[] = {ctx->needs_input_grad(0), has_weight && ctx->needs_input_grad(1),
+                               has_bias && ctx->needs_input_grad(1 + has_weight)};
+        auto grads = norm_backward(ctx, gs, wanted);
+        grads.emplace_back();
+        return grads;
+    }
+
+    static variable_list norm_backward(AutogradContext *ctx, const variable_list &gs, const bool *wanted);
+};
+
+enum Kept { ARRAY, RSTD, WEIGHT, BIAS };
+
+PyObject *norm(PyObject *, PyObject *const *args, Py_ssize_t count) {
     HANDLE_TH_ERRORS
-    TORCH_CHECK_TYPE(count == 4, "rms_norm_of_weight takes 4 arguments");
-    const Tensor *x = plain(args[1]), *weight = plain(args[2]);
+    TORCH_CHECK_TYPE(count == 9, "norm takes 9 arguments");
+    const Tensor *x = plain(args[1]);
+    const int64_t groups = PyLong_AsLongLong(args[4]);
+    const bool from_y = args[5] == Py_True, centered = args[6] == Py_True, wants_x = args[7] == Py_True;
     double eps = 0;
-    if (!x || !weight || (args[3] != Py_None && !numbers(args + 3, &eps, 1))) Py_RETURN_NONE;
-    if (!x->dim() || !x->numel() || weight->sizes() != x->sizes().slice(x->dim() - 1)) Py_RETURN_NONE;
-    if (weight->scalar_type() != x->scalar_type() || x->element_size() < 4) Py_RETURN_NONE;
+    if (PyErr_Occurred()) return nullptr;
+    if (!x || !x->is_contiguous() || !x->numel() || x->dim() < (groups ? 2 : 1)) Py_RETURN_NONE;
+    if (x->scalar_type() != at::kFloat && x->scalar_type() != at::kDouble) Py_RETURN_NONE;
+    if (args[8] != Py_None && !numbers(args + 8, &eps, 1)) Py_RETURN_NONE;
+    const int64_t features = groups ? x->size(1) : x->size(-1), examples = groups ? x->size(0) : 0;
+    if (groups && (groups < 0 || features % groups || x->numel() == groups)) Py_RETURN_NONE;
+    std::optional<Tensor> vectors[2];
+    for (int k = 0; k < 2; k++) {
+        if (args[2 + k] == Py_None) continue;
+        const Tensor *vector = plain(args[2 + k]);
+        if (!vector || vector->scalar_type() != x->scalar_type() || !vector->is_contiguous() ||
+            vector->sizes() != at::IntArrayRef(features))
+            Py_RETURN_NONE;
+        vectors[k] = *vector;
+    }
     Made made;
     {
         pybind11::gil_scoped_release unlocked;
         at::AutoDispatchBelowADInplaceOrView guard;
-        const auto given = args[3] == Py_None ? std::nullopt : std::optional<double>(eps);
-        const auto [y, rstd] = at::_fused_rms_norm(*x, weight->sizes(), *weight, given);
-        made.y = y;
-        made.kept = {*x, rstd.squeeze(-1)};
+        if (groups) {
+            const int64_t places = x->numel() / (examples * features);
+            std::tie(made.y, std::ignore, made.also) =
+                at::native_group_norm(*x, vectors[0], vectors[1], examples, features, places, groups, eps);
+        } else if (centered) {
+            std::tie(made.y, std::ignore, made.also) =
+                at::native_layer_norm(*x, {features}, vectors[0], vectors[1], eps);
+        } else {
+            const auto least = args[8] == Py_None ? std::nullopt : std::optional<double>(eps);
+            std::tie(made.y, made.also) = at::_fused_rms_norm(*x, {features}, vectors[0], least);
+            made.also = made.also.squeeze(-1);
+        }
+        made.kept.resize(4);
+        made.kept[ARRAY] = from_y ? made.y : *x;
+        if (wants_x || !from_y) made.kept[RSTD] = made.also;
+        if (wants_x || from_y) made.kept[WEIGHT] = vectors[0].value_or(Tensor());
+        if (from_y) made.kept[BIAS] = vectors[1].value_or(Tensor());
     }
-    return layer(args[0], *weight, RMS_NORM, made);
+    made.call["groups"] = groups;
+    made.call["from_y"] = from_y;
+    made.call["centered"] = centered;
+    if (!name(args[0], made)) return nullptr;
+    return THPVariable_Wrap(Norms::apply(*x, vectors[0], vectors[1], &made)[0]);
     END_HANDLE_TH_ERRORS
 }
 
-Tensor rms_norm_backward(AutogradContext *ctx, const Tensor &g) {
+/* By operations that have derivatives: of (n, groups, k, places). */
+variable_list norm_by_operations(const variable_list &gs, const variable_list &kept, const bool *wanted,
+                                 int64_t groups, bool from_y, bool centered) {
+    const Tensor &array = kept[ARRAY];
+    const int64_t n = groups ? array.size(0) : array.numel() / array.size(-1);
+    const int64_t per = groups ? array.size(1) / groups : array.size(-1), g0 = std::max<int64_t>(groups, 1);
+    const auto grouped = [&](const Tensor &t) { return t.reshape({n, g0, per, -1}); };
+    const auto spread = [&](const Tensor &t) { return t.reshape({g0, per, 1}); };
+    const Tensor g = grouped(gs[0].defined() ? gs[0] : at::zeros_like(array));
+    const Tensor rstd = kept[RSTD].defined() ? kept[RSTD].reshape({n, g0, 1, 1}) : Tensor();
+    Tensor xhat = grouped(array);
+    if (!from_y) xhat = xhat * rstd;
+    if (kept[BIAS].defined()) xhat = xhat - spread(kept[BIAS]);
+    if (from_y && kept[WEIGHT].defined()) xhat = xhat / spread(kept[WEIGHT]);
+    variable_list grads(3);
+    if (wanted[2]) grads[2] = g.sum({0, 3}).reshape({-1});
+    if (wanted[1]) grads[1] = (g * xhat).sum({0, 3}).reshape({-1});
+    if (!wanted[0]) return grads;
+    const Tensor gw = kept[WEIGHT].defined() ? g * spread(kept[WEIGHT]) : g;
+    Tensor dx = gw - xhat * (gw * xhat).mean({2, 3}, true);
+    if (centered) dx = dx - gw.mean({2, 3}, true);
+    dx = dx * rstd;
+    if (gs[1].defined()) /* of rstd, whose derivative is -rstd^2 xhat / N */
+        dx = dx - gs[1].reshape({n, g0, 1, 1}) * rstd.square() / (double)(per * g.size(3)) * xhat;
+    grads[0] = dx.reshape(array.sizes());
+    return grads;
+}
+
+variable_list Norms::norm_backward(AutogradContext *ctx, const variable_list &gs, const bool *wanted) {
+    if (!gs[0].defined() && !gs[1].defined()) return variable_list(3);
     const auto kept = ctx->get_saved_variables();
-    const Tensor products = g * (kept[0] * kept[1].unsqueeze(-1));
-    return products.reshape({-1, products.size(-1)}).sum(0);
+    const int64_t groups = ctx->saved_data.at("groups").toInt();
+    const bool from_y = ctx->saved_data.at("from_y").toBool(), centered = ctx->saved_data.at("centered").toBool();
+    const Tensor &array = kept[ARRAY];
+    bool fast = !gs[1].defined() && !at::GradMode::is_enabled() && is_plain(gs[0]) && is_unobserved() &&
+                gs[0].sizes() == array.sizes() && gs[0].scalar_type() == array.scalar_type();
+    for (const Tensor &one : kept)
+        fast = fast && (!one.defined() || (is_plain(one) && one.is_contiguous() &&
+                                           one.scalar_type() == array.scalar_type()));
+    if (!fast) return norm_by_operations(gs, kept, wanted, groups, from_y, centered);
+
+    at::AutoDispatchBelowADInplaceOrView guard;
+    const Tensor g = gs[0].contiguous();
+    const int64_t elements = g.numel(), features = groups ? g.size(1) : g.size(-1);
+    const int64_t threads = elements > GRAIN ? at::get_num_threads() : 1;
+    const int64_t places = groups ? elements / (g.size(0) * features) : 1;
+    const int64_t count = std::max<int64_t>(groups, 1);
+    variable_list grads(3);
+    if (wanted[0]) grads[0] = at::empty_like(g);
+    for (int k = 1; k < 3; k++)
+        if (wanted[k]) grads[k] = at::zeros({threads, features}, g.options());
+    const Tensor inverse = from_y && !groups && kept[WEIGHT].defined() ? kept[WEIGHT].reciprocal() : Tensor();
+    const auto read = [](const Tensor &t) { return t.defined() ? t.const_data_ptr() : nullptr; };
+    const auto write = [](const Tensor &t) { return t.defined() ? t.mutable_data_ptr() : nullptr; };
+    const Norm norm = {g.const_data_ptr(), array.const_data_ptr(), nullptr, read(kept[RSTD]),
+                       read(kept[WEIGHT]), read(kept[BIAS]), read(inverse),
+                       write(grads[0]), write(grads[1]), write(grads[2]),
+                       features / count, count, places, 0, from_y, centered};
+    loops->norm(&norm, g.scalar_type() == at::kDouble, groups > 0, elements / (features / count * places), threads);
+    for (int k = 1; k < 3; k++)
+        if (wanted[k]) grads[k] = threads > 1 ? grads[k].sum(0) : grads[k].view(-1);
+    return grads;
 }
 
 /* Cross-entropy of rows of logits, by indices of classes. */
@@ -801,6 +920,23 @@ PyObject *adjoint(PyObject *, PyObject *const *args, Py_ssize_t count) {
     END_HANDLE_TH_ERRORS
 }
 
+/* To Python, as the functions of torch itself. */
+template <typename T>
+void show() {
+    using namespace torch::autograd;
+    static PyTypeObject type = {PyVarObject_HEAD_INIT(nullptr, 0)};
+    static PyGetSetDef properties[] = {THP_FUNCTION_DEFAULT_PROPERTIES, {nullptr}};
+    static PyMethodDef functions[] = {
+        {"name", name_of<T>, METH_NOARGS, nullptr},
+        {"register_hook", THPCppFunction_register_hook, METH_O, nullptr},
+        {"register_prehook", THPCppFunction_register_prehook, METH_O, nullptr},
+        {"_register_hook_dict", THPCppFunction_register_hook_dict, METH_O, nullptr},
+        {"_sequence_nr", THPCppFunction_sequence_nr, METH_NOARGS, nullptr},
+        {nullptr}};
+    _initFunctionPyTypeObject(type, "MemsaveLayerBackward", properties, functions);
+    registerCppFunction(typeid(CppNode<T>), &type);
+}
+
 PyObject *connect(PyObject *, PyObject *args) {
     PyObject *capsule;
     long long families[3];
@@ -810,18 +946,8 @@ PyObject *connect(PyObject *, PyObject *args) {
     if (!loops) return nullptr;
     for (int k = 0; k < 3; k++) family_of[k] = families[k];
 
-    using namespace torch::autograd;
-    static PyTypeObject type = {PyVarObject_HEAD_INIT(nullptr, 0)};
-    static PyGetSetDef properties[] = {THP_FUNCTION_DEFAULT_PROPERTIES, {nullptr}};
-    static PyMethodDef functions[] = {
-        {"name", name_of, METH_NOARGS, nullptr},
-        {"register_hook", THPCppFunction_register_hook, METH_O, nullptr},
-        {"register_prehook", THPCppFunction_register_prehook, METH_O, nullptr},
-        {"_register_hook_dict", THPCppFunction_register_hook_dict, METH_O, nullptr},
-        {"_sequence_nr", THPCppFunction_sequence_nr, METH_NOARGS, nullptr},
-        {nullptr}};
-    _initFunctionPyTypeObject(type, "MemsaveLayerBackward", properties, functions);
-    registerCppFunction(typeid(CppNode<Layer>), &type);
+    show<Layer>();
+    show<Norms>();
     Py_RETURN_NONE;
 }
 
@@ -838,7 +964,9 @@ PyMethodDef methods[] = {
      "adaptive_max_pool(row, x, y, places, kernel, bits): y and the places of its maxima (which are "
      "overwritten) are torch's; it keeps them as indices of so many bits into windows"},
     {"instance_norm", FAST(instance_norm), "instance_norm(row, x, weight | None, bias | None, eps)"},
-    {"rms_norm_of_weight", FAST(rms_norm_of_weight), "rms_norm_of_weight(row, x, weight, eps | None)"},
+    {"norm", FAST(norm),
+     "norm(row, x, weight | None, bias | None, groups (or 0: over the last axis), from_y, centered, "
+     "wants_x, eps | None): layer norm, group norm, or, if not centered, RMS norm"},
     {"cross_entropy", FAST(cross_entropy), "cross_entropy(row, x, target, ignore_index, reduction)"},
     {"batch_norm_eval", FAST(batch_norm_eval),
      "batch_norm_eval(row, primal, (variance, weight | None), args, options, eps): "

@@ -64,8 +64,9 @@ max_pool = _nodes.max_pool
 adaptive_max_pool = _nodes.adaptive_max_pool
 #: ``instance_norm(row, x, weight, bias, eps)``, without running statistics.
 instance_norm = _nodes.instance_norm
-#: ``rms_norm_of_weight(row, x, weight, eps)``, of which the weight alone wants a gradient.
-rms_norm_of_weight = _nodes.rms_norm_of_weight
+#: ``norm(row, x, weight, bias, groups, from_y, centered, wants_x, eps)``: of the last axis, or of
+#: ``groups``; of root mean squares, if not centered. ``from_y``: which of ``x`` and ``y`` it keeps.
+norm = _nodes.norm
 #: ``batch_norm_eval(row, primal, (var, weight), args, options, eps)``, which is
 #: ``primal(*args, **options)``: of ``args[0]``, by constants. Its gradient reads the two vectors.
 batch_norm_eval = _nodes.batch_norm_eval
@@ -119,6 +120,6 @@ __all__ = [
     "feature_dropout",
     "instance_norm",
     "max_pool",
+    "norm",
     "recipe",
-    "rms_norm_of_weight",
 ]

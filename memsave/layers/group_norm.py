@@ -7,6 +7,7 @@ Index legend: n batch, c channels, s spatial axes; statistics are (n, groups).
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from .norm import (
     in_one_pass,
     is_invertible,
     like_argument,
+    norm_node,
     rstd_only,
 )
 
@@ -156,6 +158,7 @@ _group_norm_from_output = define(
     rstd_only(_group_fwd),
     autocast=torch.float32,
     smooth=True,
+    node=partial(norm_node, True, True),
 )
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -249,6 +250,25 @@ def rstd_only(fwd: Any) -> Any:
     return fwd_of_output
 
 
+def norm_node(
+    from_y: bool,
+    centered: bool,
+    row: str,
+    wrt: Mask,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None = None,
+    *,
+    eps: float | None,
+    num_groups: int = 0,
+) -> Tensor | None:
+    """Of all norms here, but for gradients of the bias alone."""
+    if wrt == {"bias"}:
+        return None
+    wants_x = "x" in wrt
+    return kernels.nodes.norm(row, x, weight, bias, num_groups, from_y, centered, wants_x, eps)
+
+
 _layer_norm = define(spec.LAYER_NORM, _layer_primal, _layer_bwd, _layer_fwd, autocast=torch.float32)
 _layer_norm_from_output = define(
     spec.LAYER_NORM_FROM_OUTPUT,
@@ -257,6 +277,7 @@ _layer_norm_from_output = define(
     rstd_only(_layer_fwd),
     autocast=torch.float32,
     smooth=True,
+    node=partial(norm_node, True, True),
 )
 
 
@@ -291,18 +312,6 @@ def _rms_bwd_from_output(
     return formatted(from_output(gs, wrt, saved, shapes, None, centered=False), shapes)
 
 
-#: Of more elements, the rule is the faster, by a kernel that passes over them once.
-FEW_ELEMENTS = 2**15
-
-
-def _rms_node(
-    row: str, wrt: Mask, x: Tensor, weight: Tensor | None, *, eps: float | None
-) -> Tensor | None:
-    if wrt != {"weight"} or x.numel() > FEW_ELEMENTS:
-        return None
-    return kernels.nodes.rms_norm_of_weight(row, x, weight, eps)
-
-
 _rms_norm = define(
     spec.RMS_NORM,
     _rms_primal,
@@ -310,7 +319,7 @@ _rms_norm = define(
     _rms_fwd,
     autocast=torch.float32,
     smooth=True,
-    node=_rms_node,
+    node=partial(norm_node, False, False),
 )
 _rms_norm_from_output = define(
     spec.RMS_NORM_FROM_OUTPUT,
@@ -319,6 +328,7 @@ _rms_norm_from_output = define(
     _rms_fwd,
     autocast=torch.float32,
     smooth=True,
+    node=partial(norm_node, True, False),
 )
 
 
