@@ -417,7 +417,8 @@ typedef struct {
 
 /* How many steps from `start` to the first place that is not before `place`. */
 static inline size steps(size start, size place, size step) {
-    return start < place ? (place - start + step - 1) / step : 0;
+    if (start >= place) return 0;
+    return step == 1 ? place - start : (place - start + step - 1) / step; /* (which takes long) */
 }
 
 /* Elements are taken together that lie beside each other: outputs of a row, or channels of one. */
@@ -439,15 +440,20 @@ static inline size steps(size start, size place, size step) {
         const size end2 = at_most(steps(from2, in[2], dilation[2]), kernel[2]);         \
         T best = (T)-INFINITY;                                                          \
         size which = (skip0 * kernel[1] + skip1) * kernel[2] + skip2;                   \
+        if (!which && (end0 == kernel[0]) & (end1 == kernel[1]) & (end2 == kernel[2])) { \
+            const T *x = plane + (at0 * in[1] + from1) * in[2] + from2;                 \
+            for (size k = 0; k < kernel[0] * kernel[1] * kernel[2]; k++) {              \
+                const T v = x[pool->moves[k]];                                          \
+                if (v > best || v != v) best = v, which = k;                            \
+            }                                                                           \
+        } else                                                                          \
         for (size k0 = skip0; k0 < end0; k0++)                                          \
             for (size k1 = skip1; k1 < end1; k1++) {                                    \
                 const T *x = plane + ((at0 + k0 * dilation[0]) * in[1] + from1 + k1 * dilation[1]) * in[2]; \
                 const size offset = (k0 * kernel[1] + k1) * kernel[2];                  \
                 for (size k2 = skip2; k2 < end2; k2++) {                                \
                     const T v = x[from2 + k2 * dilation[2]];                            \
-                    const int better = (v > best) | (v != v);                           \
-                    best = better ? v : best;                                           \
-                    which = better ? offset + k2 : which;                               \
+                    if (v > best || v != v) best = v, which = offset + k2;              \
                 }                                                                       \
             }                                                                           \
         y[OUTPUT] = best;                                                               \

@@ -11,6 +11,7 @@ parameters (g, k, 1). Layer and RMS normalization have one group and one place.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -20,7 +21,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.compiler import is_dynamo_compiling
-from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import kernels, spec
 from ..function import (
@@ -393,8 +393,9 @@ def rms_norm(
     return _shaped(_rms_norm(*flat, eps=eps), input)
 
 
-#: Of rows from y: whether the parameters tell the input's part of it, by the weight.
-_checked = WeakIdKeyDictionary()
+#: Of rows from y: whether the parameters tell the input's part of it, by the ``id`` of the weight.
+#: (A dictionary of weak keys takes as long as a small kernel to look it up.)
+_checked: dict[int, tuple[weakref.ref[Tensor], Any, bool]] = {}
 #: How many times larger than the weight the bias may be: xhat loses as many bits as this has.
 LARGEST_RATIO = 16
 
@@ -414,14 +415,20 @@ def is_invertible(input: Tensor, weight: Tensor | None, bias: Tensor | None) -> 
     if weight is None:
         return bias is None
     state = (weight._version, id(bias), None if bias is None else bias._version)
-    known = _checked.get(weight)
-    if known is None or known[0] != state:
+    known = _checked.get(id(weight))
+    if known is None or known[0]() is not weight or known[1] != state:
         with torch.no_grad():
             small = weight == 0
             if bias is not None:
                 small = small | (bias.abs() > LARGEST_RATIO * weight.abs())
-        known = _checked[weight] = (state, not bool(small.any()))
-    return known[1]
+        reference = weakref.ref(weight, partial(_forget, id(weight)))
+        known = _checked[id(weight)] = (reference, state, not bool(small.any()))
+    return known[2]
+
+
+def _forget(key: int, reference: weakref.ref[Tensor]) -> None:
+    if key in _checked and _checked[key][0] is reference:
+        del _checked[key]
 
 
 @drop_in(spec.LAYER_NORM)
