@@ -1,4 +1,4 @@
-"""Who computes bits best: ReLU's forward and backward on the CPU, by whatever could.
+"""Who computes bits best: ReLU's forward and backward on the CPU, by whatever could; and who calls.
 
 ``y`` and one bit per element from ``x``; then the gradient from ``g`` and the bits. All are taken
 in turn, and times are medians of ratios to stock (``relu`` and ``threshold_backward``, which keep
@@ -10,6 +10,9 @@ runs everywhere, and the C.
 - torch.compile: the reference, fused
 - numba: the same loops, where it is installed (``pip install numba``)
 - numpy: ``packbits`` and a product with ``unpackbits``
+
+Then a whole step, by autograd: C, called by the rule, which is an autograd function in Python; and
+by a node, which is one of C++ (:mod:`memsave.kernels.nodes`, where it is compiled).
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from memsave import function, functional, kernels, spec
 from memsave.kernels import reference
 from memsave.kernels.reference import Like
 
@@ -134,6 +138,22 @@ KERNELS: dict[str, Callable[[Tensor], Kernel]] = {
 }
 
 
+NODE = "node"
+
+
+def _steps(x: Tensor, g: Tensor) -> dict[str, Callable[[], Tensor]]:
+    """Forward and backward of layers."""
+    x = x.clone().requires_grad_()
+    rule = function.RULES[spec.RELU.name]
+    layers = {"stock": torch.relu, "C": function.differentiable(rule._replace(node=None))}
+    if kernels.nodes is not None:
+        layers[NODE] = functional.relu
+    return {
+        name: lambda layer=layer: torch.autograd.grad(layer(x), x, g)[0]
+        for name, layer in layers.items()
+    }
+
+
 @dataclass(frozen=True)
 class Config:
     """At which sizes (rows of 1024 float32), and how often."""
@@ -157,11 +177,11 @@ def cases(config: Config) -> Iterator[Case]:
 
 
 def measure(case: Case) -> dict[str, Any]:
-    """Times of both passes; whoever gives another gradient than stock is an error."""
+    """Times of both passes, and of steps; whoever gives another gradient than stock is an error."""
     generator = torch.Generator().manual_seed(0)
     x, g = (torch.randn(case.rows, 1024, generator=generator) for _ in range(2))
     steps: dict[str, dict[str, Callable[[], Any]]] = {"forward": {}, "backward": {}}
-    expected = None
+    expected: tuple[Tensor, Tensor] | None = None
     for name, make in KERNELS.items():
         try:
             kernel = make(x)
@@ -174,22 +194,28 @@ def measure(case: Case) -> dict[str, Any]:
             raise AssertionError(f"{name} computes something else")
         steps["forward"][name] = lambda kernel=kernel: kernel.forward(x)
         steps["backward"][name] = lambda kernel=kernel, kept=kept: kernel.backward(g, kept)
+    assert expected is not None
+    steps["step"] = dict(_steps(x, g))
+    for name, step in steps["step"].items():
+        if not step().equal(expected[1]):
+            raise AssertionError(f"{name} computes something else")
     return {name: compare(each, case.repeats) for name, each in steps.items()}
 
 
 def show(records: Sequence[Record[Case]]) -> str:
     """A row per size and pass, a column per kernel."""
+    columns = (*list(KERNELS)[1:], NODE)
     return table(
-        ("MiB", "pass", "microseconds of stock", *list(KERNELS)[1:]),
+        ("MiB", "pass", "microseconds of stock", *columns),
         (
             (
                 f"{record.case.rows / 256:g}",
                 name,
-                f"{record.figures[name]['stock']['seconds'] * 1e6:.0f}",
-                *(_cell(record.figures[name], kernel) for kernel in list(KERNELS)[1:]),
+                f"{times['stock']['seconds'] * 1e6:.0f}",
+                *(_cell(times, column) for column in columns),
             )
             for record in records
-            for name in ("forward", "backward")
+            for name, times in record.figures.items()
         ),
     )
 

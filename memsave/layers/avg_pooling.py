@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from .. import kernels, spec
 from ..function import Grads, Mask, Saved, Shapes, define
 from .module import drop_in
-from .shape import Ints, in_format, per_axis, placeholder
+from .shape import Ints, in_format, per_axis, placeholder, remembered
 
 AVG_POOL: dict[int, Callable[..., Tensor]] = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
 ADAPTIVE: dict[int, Callable[..., Tensor]] = {
@@ -24,6 +24,17 @@ ADAPTIVE: dict[int, Callable[..., Tensor]] = {
     2: F.adaptive_avg_pool2d,
     3: F.adaptive_avg_pool3d,
 }
+
+
+@remembered
+def _windows(
+    dims: int, kernel_size: Ints, stride: Ints | None, padding: Ints
+) -> tuple[tuple[int, ...], ...]:
+    """Sizes, steps and padding by axis; of one axis as of two, as torch does forward."""
+    sizes = [per_axis(size, dims) for size in (kernel_size, stride or kernel_size, padding)]
+    if dims == 1:
+        sizes = [[fill, *size] for fill, size in zip((1, 1, 0), sizes, strict=True)]
+    return tuple(map(tuple, sizes))
 
 
 def _bwd(
@@ -40,17 +51,16 @@ def _bwd(
     count_include_pad: bool = True,
     divisor_override: int | None = None,
 ) -> Grads:
-    kernel = per_axis(kernel_size, dims)
-    steps, pads = per_axis(stride or kernel_size, dims), per_axis(padding, dims)
     x = placeholder(g, shapes["x"])
+    windows = _windows(dims, kernel_size, stride, padding)
     rest = (ceil_mode, count_include_pad, divisor_override)
-    if dims == 1:  # as torch does forward
-        dx = torch.ops.aten.avg_pool2d_backward(
-            g.unsqueeze(-2), x.unsqueeze(-2), [1, *kernel], [1, *steps], [0, *pads], *rest
-        )
+    backward = (
+        torch.ops.aten.avg_pool3d_backward if dims == 3 else torch.ops.aten.avg_pool2d_backward
+    )
+    if dims == 1:
+        dx = backward(g.unsqueeze(-2), x.unsqueeze(-2), *windows, *rest)
         return {"x": dx.squeeze(-2)}
-    backward = {2: torch.ops.aten.avg_pool2d_backward, 3: torch.ops.aten.avg_pool3d_backward}
-    dx = backward[dims](g, x, kernel, steps, pads, *rest)
+    dx = backward(g, x, *windows, *rest)
     return {"x": in_format(dx, shapes["x"]) if dims == 2 else dx}
 
 
@@ -81,14 +91,10 @@ def _recipe(
     divisor_override: int | None = None,
 ) -> int | None:
     """Of :func:`_bwd`, for :mod:`memsave.kernels.nodes`."""
-    kernel = per_axis(kernel_size, dims)
-    sizes = (kernel, per_axis(stride or kernel_size, dims), per_axis(padding, dims))
+    windows = _windows(dims, kernel_size, stride, padding)
     rest = (bool(ceil_mode), bool(count_include_pad), divisor_override)
-    if dims == 1:
-        sizes = tuple([fill, *size] for fill, size in zip((1, 1, 0), sizes, strict=True))
     op = f"avg_pool{max(dims, 2)}d_backward"
-    step = (op, "g", "x", *map(tuple, sizes), *rest)
-    return kernels.nodes.recipe(step, flat=dims == 1)
+    return kernels.nodes.recipe((op, "g", "x", *windows, *rest), flat=dims == 1)
 
 
 def _adaptive_recipe(dims: int, x: Tensor, *, output_size: Any) -> int | None:
