@@ -555,6 +555,12 @@ def poolings(draw: st.DrawFn) -> Pooling:
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])  # once for all examples
 @given(poolings())
 @example(Pooling(torch.randn(2, 3, 9), Windows((9,), (), (3,), (2,), (1,), (1,)), True))
+@example(
+    Pooling(torch.zeros(2, 3, 9, 9), Windows((9, 9), (), (3, 2), (3, 3), (1, 0), (1, 2)), False)
+)
+@example(
+    Pooling(torch.zeros(2, 3, 40, 40), Windows((40, 40), (), (3, 3), (2, 1), (1, 0), (1, 1)), True)
+)
 def test_max_pool(native: Any, case: Pooling) -> None:
     """As stock's, to the bit, and in its layout; and stock's indices are what the offsets say."""
     x, windows, ceil_mode = case

@@ -743,17 +743,20 @@ variable_list Norms::norm_backward(AutogradContext *ctx, const variable_list &gs
     const Tensor &array = kept[ARRAY];
     bool fast = !gs[1].defined() && !at::GradMode::is_enabled() && is_plain(gs[0]) && is_unobserved() &&
                 gs[0].sizes() == array.sizes() && gs[0].scalar_type() == array.scalar_type();
-    for (const Tensor &one : kept)
-        fast = fast && (!one.defined() || (is_plain(one) && one.is_contiguous() &&
+    const int64_t features = groups ? array.size(1) : array.size(-1), count = std::max<int64_t>(groups, 1);
+    const int64_t places = groups ? array.numel() / (array.size(0) * features) : 1;
+    const int64_t rows = array.numel() / (features / count * places);
+    for (int k = ARRAY; k <= BIAS; k++) {
+        const Tensor &one = kept[k];
+        const int64_t elements = k == ARRAY ? array.numel() : k == RSTD ? rows : features;
+        fast = fast && (!one.defined() || (is_plain(one) && one.is_contiguous() && one.numel() == elements &&
                                            one.scalar_type() == array.scalar_type()));
+    }
     if (!fast) return norm_by_operations(gs, kept, wanted, groups, from_y, centered);
 
     at::AutoDispatchBelowADInplaceOrView guard;
     const Tensor g = gs[0].contiguous();
-    const int64_t elements = g.numel(), features = groups ? g.size(1) : g.size(-1);
-    const int64_t threads = elements > GRAIN ? at::get_num_threads() : 1;
-    const int64_t places = groups ? elements / (g.size(0) * features) : 1;
-    const int64_t count = std::max<int64_t>(groups, 1);
+    const int64_t threads = g.numel() > GRAIN ? at::get_num_threads() : 1;
     variable_list grads(3);
     if (wanted[0]) grads[0] = at::empty_like(g);
     for (int k = 1; k < 3; k++)
@@ -765,7 +768,7 @@ variable_list Norms::norm_backward(AutogradContext *ctx, const variable_list &gs
                        read(kept[WEIGHT]), read(kept[BIAS]), read(inverse),
                        write(grads[0]), write(grads[1]), write(grads[2]),
                        features / count, count, places, 0, from_y, centered};
-    loops->norm(&norm, g.scalar_type() == at::kDouble, groups > 0, elements / (features / count * places), threads);
+    loops->norm(&norm, g.scalar_type() == at::kDouble, groups > 0, rows, threads);
     for (int k = 1; k < 3; k++)
         if (wanted[k]) grads[k] = threads > 1 ? grads[k].sum(0) : grads[k].view(-1);
     return grads;
