@@ -28,11 +28,13 @@ def define_curve(
     primal: Callable[..., Tensor],
     gradient: Callable[..., Tensor],
     steps: Callable[..., list[tuple[Any, ...]]] | None = None,
+    most: float = math.inf,
 ) -> Callable[..., Tensor]:
     """The rule of a row that reads one array: ``gradient(g, array, **options)``.
 
     Args:
         steps: ``steps(**options)``: the same as :func:`memsave.kernels.nodes.recipe` has it.
+        most: Elements of an input that is left to these steps.
     """
     ((residual,),) = row.reads.values()
     of_output = residual == "y"
@@ -45,7 +47,7 @@ def define_curve(
         return kernels.nodes.recipe(*steps(**options), of_output=of_output)
 
     def node(row: str, wrt: Mask, x: Tensor, **options: Any) -> Tensor | None:
-        if options.get("inplace"):
+        if options.get("inplace") or x.numel() > most:
             return None
         kept = () if of_output else (x,)
         return kernels.nodes.adjoint(row, recipe_of, primal, kept, (x,), options)
@@ -77,8 +79,9 @@ def _times_rest(g: Tensor, exponent: Tensor) -> Tensor:
     return torch.addcmul(g.new_zeros(()), rest, g, value=-1, out=rest)
 
 
-#: The same after ``expm1``, as steps.
+#: The same after ``expm1``, as steps: a pass more, which takes longer than Python of more elements.
 TIMES_REST = (("neg", "r"), ("mul.Tensor", "r", "g"))
+FEW_ELEMENTS = 2**18
 
 
 def _logsigmoid_gradient(g: Tensor, x: Tensor) -> Tensor:
@@ -131,6 +134,7 @@ _softplus_from_output = define_curve(
     # (It is 1 where softplus is the identity, to rounding.)
     lambda g, y, beta, **_: _times_rest(g, y * -beta),
     lambda beta, **_: [("mul.Scalar", "k", -beta), ("expm1", "r"), *TIMES_REST],
+    FEW_ELEMENTS,
 )
 # Stock keeps a buffer as well, on CPU.
 _logsigmoid = define_curve(
@@ -144,6 +148,7 @@ _logsigmoid_from_output = define_curve(
     F.logsigmoid,
     _times_rest,
     lambda: [("expm1", "k"), *TIMES_REST],
+    FEW_ELEMENTS,
 )
 # Stock keeps what it has computed in between.
 _tanhshrink = define_curve(
