@@ -7,6 +7,7 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/python_cpp_function.h>
 #include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/Dtype.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/object_ptr.h>
 
@@ -180,12 +181,13 @@ bool numbers(PyObject *const *args, double *out, int count) {
     return true;
 }
 
-/* A value that is no tensor: a number or a tuple of them; undefined with an error. */
+/* A value that is no tensor: a number, a tuple of them, a dtype; undefined with an error. */
 std::optional<at::IValue> constant(PyObject *arg) {
     if (arg == Py_None) return at::IValue();
     if (PyBool_Check(arg)) return at::IValue(arg == Py_True);
     if (PyLong_CheckExact(arg)) return at::IValue((int64_t)PyLong_AsLongLong(arg));
     if (PyFloat_CheckExact(arg)) return at::IValue(PyFloat_AsDouble(arg));
+    if (THPDtype_Check(arg)) return at::IValue((int64_t)((THPDtype *)arg)->scalar_type);
     if (PyTuple_CheckExact(arg)) {
         std::vector<int64_t> integers;
         std::vector<bool> flags;
@@ -558,7 +560,8 @@ Tensor adjoint_backward(AutogradContext *ctx, const Tensor &given) {
             case 'k': stack.emplace_back(kept.at(0)); break;
             case 'r': stack.emplace_back(made); break;
             case 'x': {
-                const Tensor x = at::empty({1}, g.options()).expand(ctx->saved_data.at("shape").toDimVector());
+                const auto shape = ctx->saved_data.at("shape").toDimVector();
+                const Tensor x = at::empty({1}, g.options()).expand(shape);
                 stack.emplace_back(recipe.flat ? x.unsqueeze(-2) : x);
                 break;
             }
@@ -739,7 +742,8 @@ variable_list Norms::norm_backward(AutogradContext *ctx, const variable_list &gs
     if (!gs[0].defined() && !gs[1].defined()) return variable_list(3);
     const auto kept = ctx->get_saved_variables();
     const int64_t groups = ctx->saved_data.at("groups").toInt();
-    const bool from_y = ctx->saved_data.at("from_y").toBool(), centered = ctx->saved_data.at("centered").toBool();
+    const bool from_y = ctx->saved_data.at("from_y").toBool();
+    const bool centered = ctx->saved_data.at("centered").toBool();
     const Tensor &array = kept[ARRAY];
     bool fast = !gs[1].defined() && !at::GradMode::is_enabled() && is_plain(gs[0]) && is_unobserved() &&
                 gs[0].sizes() == array.sizes() && gs[0].scalar_type() == array.scalar_type();
@@ -778,7 +782,8 @@ variable_list Norms::norm_backward(AutogradContext *ctx, const variable_list &gs
 bool fits(const Tensor &x, const Tensor &target) {
     const bool is_float = x.scalar_type() == at::kFloat || x.scalar_type() == at::kDouble;
     return is_plain(x) && is_float && x.dim() == 2 && x.is_contiguous() && x.numel() && is_plain(target) &&
-           target.scalar_type() == at::kLong && target.is_contiguous() && target.sizes() == x.sizes().slice(0, 1);
+           target.scalar_type() == at::kLong && target.is_contiguous() &&
+           target.sizes() == x.sizes().slice(0, 1);
 }
 
 PyObject *cross_entropy(PyObject *, PyObject *const *args, Py_ssize_t count) {

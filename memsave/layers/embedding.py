@@ -11,10 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .. import spec
+from .. import kernels, spec
 from ..function import Grads, Mask, Saved, Shapes, define
 from .module import as_stock, drop_in
 from .pooling import OFFSET
+from .shape import remembered
 
 
 def _primal(
@@ -27,11 +28,17 @@ def _primal(
     return F.embedding(indices, weight, padding_idx, scale_grad_by_freq=scale_grad_by_freq)
 
 
+@remembered
+def _smallest(count: int) -> torch.dtype:
+    """Integers that hold so many indices."""
+    return OFFSET[spec.offset_bits([count])]
+
+
 def _fwd(
     wrt: Mask, weight: Tensor, indices: Tensor, **options: Any
 ) -> tuple[Tensor, dict[str, Tensor]]:
     y = _primal(weight, indices, **options)
-    return y, {"ids": indices.to(OFFSET[spec.offset_bits(weight.shape[:1])])}
+    return y, {"ids": indices.to(_smallest(weight.shape[0]))}
 
 
 def _bwd(
@@ -52,9 +59,34 @@ def _bwd(
     return {"weight": embedding_backward(g, ids, count, padding, scale_grad_by_freq)}
 
 
+def _recipe(
+    weight: Tensor,
+    indices: Tensor,
+    *,
+    padding_idx: int | None = None,
+    scale_grad_by_freq: bool = False,
+) -> int | None:
+    """Of :func:`_bwd`, for :mod:`memsave.kernels.nodes`."""
+    return _recipe_of(weight.shape[0], padding_idx, scale_grad_by_freq)
+
+
+@remembered
+def _recipe_of(count: int, padding_idx: int | None, by_freq: bool) -> int | None:
+    padding = -1 if padding_idx is None else padding_idx % count
+    return kernels.nodes.recipe(
+        ("to.dtype", "k", torch.int32, False, False, None),
+        ("embedding_dense_backward", "g", "r", count, padding, bool(by_freq)),
+    )
+
+
+def _node(row: str, wrt: Mask, weight: Tensor, indices: Tensor, **options: Any) -> Tensor | None:
+    ids = indices.to(_smallest(weight.shape[0]))
+    return kernels.nodes.adjoint(row, _recipe, _primal, (ids,), (weight, indices), options)
+
+
 _embedding = define(spec.EMBEDDING, _primal)
 # Compiled, the indices are an input of the graph, which torch.compile does not copy.
-_embedding_compact = define(spec.EMBEDDING_COMPACT, _primal, _bwd, _fwd, compiled=False)
+_embedding_compact = define(spec.EMBEDDING_COMPACT, _primal, _bwd, _fwd, compiled=False, node=_node)
 
 
 def embedding(
