@@ -202,6 +202,23 @@ os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
+@pytest.mark.parametrize("name", ["_native", kernels.nodes.NAME if kernels.nodes else "_nodes"])
+def test_those_of_other_sources_are_not_loaded(name: str) -> None:
+    """As after a change of the sources, before they are compiled anew."""
+    code = f"""
+import sys, types, warnings
+import torch
+sys.modules["memsave.kernels.{name}"] = types.ModuleType("{name}")
+with warnings.catch_warnings(record=True) as caught:
+    from memsave import functional, kernels
+assert "install memsave again" in str(caught[0].message)
+assert kernels.nodes is None
+x = torch.randn(4, requires_grad=True)
+assert type(functional.relu(x).grad_fn).__name__ == "MemsaveReluBackward"
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
 def test_those_of_another_torch_are_not_loaded() -> None:
     """They have other addresses of everything. What is left are the rules."""
     code = """

@@ -8,7 +8,9 @@ where a mode has to see every operation.
 from __future__ import annotations
 
 import math
+import warnings
 from functools import partial
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -19,6 +21,19 @@ from . import _native  # type: ignore[attr-defined]
 from .memory import FORMATS, in_order
 from .reference import PIECES, TESTS, Like, Rows, Windows
 
+#: That of loops.h.
+INTERFACE = 1
+
+
+def check(module: ModuleType) -> None:
+    """Raise if a compiled module is not of these sources (of which one was installed before)."""
+    if getattr(module, "INTERFACE", None) != INTERFACE:
+        problem = f"{module.__name__} was compiled from other sources: install memsave again"
+        warnings.warn(f"{problem}. It works without, but slower.", stacklevel=2)
+        raise ImportError(problem)
+
+
+check(_native)
 if not hasattr(Tensor, "__dlpack_c_exchange_api__"):
     raise ImportError("this version of torch shows its tensors in Python alone")
 _native.connect(

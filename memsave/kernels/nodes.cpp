@@ -725,8 +725,9 @@ variable_list norm_by_operations(const variable_list &gs, const variable_list &k
     if (kept[BIAS].defined()) xhat = xhat - spread(kept[BIAS]);
     if (from_y && kept[WEIGHT].defined()) xhat = xhat / spread(kept[WEIGHT]);
     variable_list grads(3);
-    if (wanted[2]) grads[2] = g.sum({0, 3}).reshape({-1});
-    if (wanted[1]) grads[1] = (g * xhat).sum({0, 3}).reshape({-1});
+    const at::DimVector others = {0, 3};
+    if (wanted[2]) grads[2] = g.sum(others).reshape({-1});
+    if (wanted[1]) grads[1] = (g * xhat).sum(others).reshape({-1});
     if (!wanted[0]) return grads;
     const Tensor gw = kept[WEIGHT].defined() ? g * spread(kept[WEIGHT]) : g;
     Tensor dx = gw - xhat * (gw * xhat).mean({2, 3}, true);
@@ -996,4 +997,8 @@ PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_nodes", "Layers as nodes.", -
 
 #define JOINED(A, B) A##B
 #define INIT(NAME) JOINED(PyInit_, NAME)
-PyMODINIT_FUNC INIT(MEMSAVE_NODES)() { return PyModule_Create(&definition); }
+PyMODINIT_FUNC INIT(MEMSAVE_NODES)() {
+    PyObject *module = PyModule_Create(&definition);
+    if (module && PyModule_AddIntConstant(module, "INTERFACE", INTERFACE)) Py_CLEAR(module);
+    return module;
+}

@@ -20,6 +20,7 @@ from .reference import PIECES
 
 NAME = "_nodes_" + re.sub(r"\W", "_", torch.__version__)
 _nodes = importlib.import_module(f".{NAME}", __package__)
+native.check(_nodes)
 _native = native._native
 _nodes.connect(_native.loops, _native.select, _native.part, _native.scale)
 
