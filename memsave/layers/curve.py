@@ -18,6 +18,7 @@ from .. import kernels, spec
 from ..function import Grads, Mask, Saved, Shapes, define, is_final
 from ..spec import Layer
 from .module import as_stock, drop_in
+from .shape import remembered
 
 #: Of SELU: https://arxiv.org/abs/1706.02515.
 SELU_ALPHA, SELU_SCALE = 1.6732632423543772848170429916717, 1.0507009873554804934193349852946
@@ -42,9 +43,13 @@ def define_curve(
     def bwd(g: Tensor, wrt: Mask, saved: Saved, shapes: Shapes, **options: Any) -> Grads:
         return {"x": gradient(g, saved[residual], **options)}
 
-    def recipe_of(x: Tensor, **options: Any) -> int | None:
+    @remembered
+    def recipe(*options: tuple[str, Any]) -> int | None:
         assert steps is not None
-        return kernels.nodes.recipe(*steps(**options), of_output=of_output)
+        return kernels.nodes.recipe(*steps(**dict(options)), of_output=of_output)
+
+    def recipe_of(x: Tensor, **options: Any) -> int | None:
+        return recipe(*options.items())
 
     def node(row: str, wrt: Mask, x: Tensor, **options: Any) -> Tensor | None:
         if options.get("inplace") or x.numel() > most:
@@ -133,7 +138,11 @@ _softplus_from_output = define_curve(
     _softplus,
     # (It is 1 where softplus is the identity, to rounding.)
     lambda g, y, beta, **_: _times_rest(g, y * -beta),
-    lambda beta, **_: [("mul.Scalar", "k", -beta), ("expm1", "r"), *TIMES_REST],
+    lambda beta, **_: [
+        ("neg", "k") if beta == 1 else ("mul.Scalar", "k", -beta),
+        ("expm1", "r"),
+        *TIMES_REST,
+    ],
     FEW_ELEMENTS,
 )
 # Stock keeps a buffer as well, on CPU.
