@@ -35,10 +35,12 @@ static inline size at_most(size a, size b) { return a < b ? a : b; }
 #define EACH PRAGMA(omp simd)
 #define SUMMED(A, B) PRAGMA(omp simd reduction(+ : A, B))
 #define UNITED(WORD) PRAGMA(omp simd reduction(| : WORD))
+#define PREFETCH(ADDRESS) __builtin_prefetch(ADDRESS)
 #else
 #define EACH
 #define SUMMED(A, B)
 #define UNITED(WORD)
+#define PREFETCH(ADDRESS) (void)(ADDRESS)
 #endif
 
 #define ARRAYS(T)                                                                       \
@@ -404,7 +406,7 @@ BATCH_NORM_BACKWARD(double)
 /* Max pooling over three spatial axes, where those that are missing have size 1. Several `channels`
    lie beside each other where they are stored last. An offset is an index in the window. */
 
-enum { BLOCK_OF_POOL = 256, FEW_OUTPUTS = 16 };
+enum { BLOCK_OF_POOL = 256, FEW_OUTPUTS = 16, MANY_LINES = 32 };
 
 typedef struct {
     const void *x; /* or the gradient of y */
@@ -461,7 +463,8 @@ static inline size steps(size start, size place, size step) {
     }
 
 /* Forwards, for some rows of outputs: short ones several at a time, or, where there are few of them,
-   one output after the other. */
+   one output after the other. Lines of large windows lie apart: those of the next rows are fetched
+   ahead. */
 #define MAX_POOL(NAME)                                                                  \
     LOOP void NAME(const void *work, size start, size end, size thread) {               \
         const Pool *pool = work;                                                        \
@@ -493,6 +496,14 @@ static inline size steps(size start, size place, size step) {
                     for (size k = 0; k < lane; k++)                                     \
                         ONE_MAXIMUM(T, at1 + r * stride[1], k * step - window->padding[2], r * lane + k) \
                 continue;                                                               \
+            }                                                                           \
+            if (rows > 1 && row + rows < end && kernel[0] * kernel[1] >= MANY_LINES) {  \
+                const size from = row + rows, to0 = from / out[1] % out[0] * stride[0]; \
+                const T *next = (const T *)pool->x + from / (out[0] * out[1]) * in[0] * in[1] * in[2]; \
+                const size length = at_most(rows * stride[1], in[1]) * in[2];           \
+                for (size k0 = 0; k0 < at_most(kernel[0], in[0] - to0); k0++)           \
+                    for (size k = 0; k < length; k += 64 / (size)sizeof(T))             \
+                        PREFETCH(next + (to0 + k0) * in[1] * in[2] + k);                \
             }                                                                           \
             for (size done = 0, count; done < out[2] * channels; done += count) {       \
                 const size begin = done % lane, output = last ? done / lane : begin;    \
