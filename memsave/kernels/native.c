@@ -472,7 +472,7 @@ static inline size steps(size start, size place, size step) {
         const size *in = window->in, *out = window->out, *kernel = window->kernel;      \
         const size *stride = window->stride, *dilation = window->dilation;              \
         const size channels = pool->channels;                                           \
-        const int last = channels > 1;                                                  \
+        const int last = channels > 1, are_apart = kernel[0] * kernel[1] >= MANY_LINES; \
         const size step = last ? 1 : stride[2], lane = last ? channels : out[2];        \
         size first_output[LARGEST_WINDOW], end_of_outputs[LARGEST_WINDOW];              \
         for (size k = 0; k < kernel[2]; k++) {                                          \
@@ -497,7 +497,7 @@ static inline size steps(size start, size place, size step) {
                         ONE_MAXIMUM(T, at1 + r * stride[1], k * step - window->padding[2], r * lane + k) \
                 continue;                                                               \
             }                                                                           \
-            if (rows > 1 && row + rows < end && kernel[0] * kernel[1] >= MANY_LINES) {  \
+            if (are_apart && rows > 1 && row + rows < end) {                            \
                 const size from = row + rows, to0 = from / out[1] % out[0] * stride[0]; \
                 const T *next = (const T *)pool->x + from / (out[0] * out[1]) * in[0] * in[1] * in[2]; \
                 const size length = at_most(rows * stride[1], in[1]) * in[2];           \

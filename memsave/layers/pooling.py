@@ -158,8 +158,10 @@ def _windows(
         return None
     options = (kernel_size, stride, padding, dilation, ceil_mode, output_size)
     # Stock refuses a float that is equal to an integer.
-    types = [tuple(map(type, one)) if type(one) is tuple else type(one) for one in options]
-    return _windows_of(inputs, *options, tuple(types))
+    types: tuple[Any, ...] = tuple(map(type, options))
+    if tuple in types:
+        types = tuple(tuple(map(type, one)) if type(one) is tuple else one for one in options)
+    return _windows_of(inputs, *options, types)
 
 
 @remembered
