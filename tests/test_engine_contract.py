@@ -829,13 +829,16 @@ def test_batch_norm_in_eval_mode_with_vectors_that_are_not_contiguous(strided) -
     same(outcome(memsave.functional.batch_norm, args), expected)
 
 
-@pytest.mark.parametrize(("taken", "refused"), [(2, 2.0), ((2, 2), (2, 2.0))])
+@pytest.mark.parametrize(
+    ("taken", "refused"),
+    [((2,), (2.0,)), (((2, 2),), ((2, 2.0),)), (((2, 2), 2), ((2, 2), 2.0))],
+)
 def test_sizes_that_only_equal_integers(taken, refused) -> None:
     """Stock refuses them, whatever has been computed before."""
     for max_pool in (nn.functional.max_pool2d, memsave.functional.max_pool2d):
-        assert max_pool(helpers.image(), taken).requires_grad
+        assert max_pool(helpers.image(), *taken).requires_grad
         with pytest.raises(TypeError):
-            max_pool(helpers.image(), refused)
+            max_pool(helpers.image(), *refused)
 
 
 @pytest.mark.parametrize(

@@ -160,7 +160,7 @@ def _windows(
     # Stock refuses a float that is equal to an integer.
     types: tuple[Any, ...] = tuple(map(type, options))
     if tuple in types:
-        types = tuple(tuple(map(type, one)) if type(one) is tuple else one for one in options)
+        types = tuple(tuple(map(type, one)) if type(one) is tuple else type(one) for one in options)
     return _windows_of(inputs, *options, types)
 
 
