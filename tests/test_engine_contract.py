@@ -735,7 +735,7 @@ def test_targets_of_cross_entropy(of: str, reduction: str) -> None:
     """The function finds the row of a target; rows have the axis of positions."""
     x, target = loss_inputs()
     if "probabilities" in of:
-        target = x.detach().exp()
+        target = x.detach().flip(0).exp()  # (of its own the gradient is zero)
     if "one" in of:
         x, target = x[0, :, 0, 0].detach().requires_grad_(), target[0, ..., 0, 0]
 
@@ -750,9 +750,17 @@ def test_targets_of_cross_entropy(of: str, reduction: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:size_average and reduce args:UserWarning")
-@pytest.mark.parametrize("options", [{"size_average": False}, {"reduce": False}])
-def test_old_options_of_cross_entropy(options) -> None:
+@pytest.mark.filterwarnings("ignore:reduction='elementwise_mean':UserWarning")
+@pytest.mark.parametrize(
+    "options", [{"size_average": False}, {"reduce": False}, {"reduction": "elementwise_mean"}]
+)
+@pytest.mark.parametrize("of", ["positions", "rows", "probabilities"])
+def test_old_options_of_cross_entropy(options, of: str) -> None:
     x, target = loss_inputs()
+    if of == "rows":
+        x, target = x[:, :, 0, 0].detach().clone().requires_grad_(), target[:, 0, 0].clone()
+    if of == "probabilities":
+        target = x.detach().flip(0).exp()  # (of its own the gradient is zero)
     same(
         outcome(lambda x: memsave.functional.cross_entropy(x, target, **options), [x]),
         outcome(lambda x: nn.functional.cross_entropy(x, target, **options), [x]),

@@ -99,17 +99,9 @@ def recipe(*steps: tuple[Any, ...], flat: bool = False, of_output: bool = False)
         return None
 
 
-#: Numbers of ``reduction``, as torch has them.
-REDUCTION = {"none": 0, "mean": 1, "sum": 2}
-
-
-def cross_entropy(
-    row: str, x: Tensor, target: Tensor, ignore_index: int, reduction: str
-) -> Tensor | None:
-    """Of rows of logits, by indices of classes that have no weights."""
-    if reduction not in REDUCTION:
-        return None
-    return _nodes.cross_entropy(row, x, target, ignore_index, REDUCTION[reduction])
+#: ``cross_entropy(row, x, target, ignore_index, reduction)``, of rows of logits, by indices of
+#: classes that have no weights; the reduction as torch numbers it.
+cross_entropy = _nodes.cross_entropy
 
 
 __all__ = [

@@ -60,6 +60,11 @@ def _places(index: Tensor) -> list[Tensor]:
     ]
 
 
+def _is_mean(reduction: str) -> bool:
+    """Also by its old name, ``elementwise_mean``; forward refuses what is none."""
+    return reduction not in ("none", "sum")
+
+
 def _per_class(weight: Tensor | None, p: Tensor) -> Tensor:
     """The weight of each class, to be multiplied with what has the axes of ``p``."""
     if weight is None:
@@ -87,7 +92,7 @@ def _bwd(
     counts = target != ignore_index
     index = (target * counts).long()
     of_target = counts if weight is None else weight.to(p.dtype)[index] * counts
-    if reduction == "mean":
+    if _is_mean(reduction):
         g = g / of_target.sum(dtype=p.dtype)
     g = torch.where(counts, g, 0.0)
     hard = (g if weight is None else g * of_target).unsqueeze(1)
@@ -121,7 +126,7 @@ def _bwd_of_probabilities(
         q = q * (1 - label_smoothing) + label_smoothing / p.shape[1]
     if weight is not None:
         q = q * _per_class(weight, p)
-    if reduction == "mean":
+    if _is_mean(reduction):
         g = g * p.shape[1] / p.numel()
     g = g.unsqueeze(1) if g.ndim else g
     dx = _times(p, g * q.sum(1, keepdim=True)).addcmul_(q, g, value=-1)
@@ -135,13 +140,14 @@ def _node(
     target: Tensor,
     weight: Tensor | None,
     *,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
+    ignore_index: int,
+    reduction: str,
+    label_smoothing: float,
 ) -> Tensor | None:
     if weight is not None or label_smoothing:
         return None
-    return kernels.nodes.cross_entropy(row, x, target, ignore_index, reduction)
+    mode = _reduction.get_enum(reduction)
+    return kernels.nodes.cross_entropy(row, x, target, ignore_index, mode)
 
 
 # torch.compile keeps the logits and what normalizes them, by itself.
