@@ -202,7 +202,7 @@ os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-@pytest.mark.parametrize("name", ["_native", kernels.nodes.NAME if kernels.nodes else "_nodes"])
+@pytest.mark.parametrize("name", ["_native", *([kernels.nodes.NAME] if kernels.nodes else [])])
 def test_those_of_other_sources_are_not_loaded(name: str) -> None:
     """As after a change of the sources, before they are compiled anew."""
     code = f"""

@@ -37,7 +37,7 @@ typedef struct {
     int from_y, centered;
 } Norm;
 
-/* Of fewer elements, one thread is the fastest. */
+/* Of torch: of no more elements, a loop is left to one thread. */
 enum { GRAIN = 32768 };
 
 #define LOOPS "memsave.kernels._native.loops"

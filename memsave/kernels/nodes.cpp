@@ -119,11 +119,15 @@ Tensor (*const BACKWARD[])(AutogradContext *, const Tensor &) = {
     bits_backward, feature_dropout_backward, batch_norm_eval_backward, adjoint_backward,
     max_pool_backward, instance_norm_backward, cross_entropy_backward, adaptive_max_pool_backward};
 
+void remember(AutogradContext *ctx, Made *made) {
+    ctx->set_materialize_grads(false);
+    ctx->save_for_backward(made->kept);
+    ctx->saved_data = std::move(made->call);
+}
+
 struct Layer : Function<Layer> {
     static Tensor forward(AutogradContext *ctx, const Tensor &x, Made *made) {
-        ctx->set_materialize_grads(false);
-        ctx->save_for_backward(made->kept);
-        ctx->saved_data = std::move(made->call);
+        remember(ctx, made);
         if (made->inplace) ctx->mark_dirty({x});
         return made->y;
     }
@@ -552,6 +556,7 @@ Tensor adjoint_backward(AutogradContext *ctx, const Tensor &given) {
     const auto kept = ctx->get_saved_variables();
     const Tensor g = recipe.flat ? given.unsqueeze(-2) : given;
     Tensor made;
+    const bool overwrites = !at::GradMode::is_enabled() && is_plain(g) && is_unobserved();
     for (const auto &step : recipe.steps) {
         torch::jit::Stack stack;
         stack.reserve(step.args.size());
@@ -567,7 +572,6 @@ Tensor adjoint_backward(AutogradContext *ctx, const Tensor &given) {
             }
             default: stack.push_back(step.args[k]);
         }
-        const bool overwrites = !at::GradMode::is_enabled() && is_plain(g) && is_unobserved();
         (overwrites ? step.inplace : step.op).callBoxed(stack);
         made = stack[0].toTensor();
     }
@@ -632,13 +636,9 @@ Tensor instance_norm_backward(AutogradContext *ctx, const Tensor &g) {
 /* Normalization of each example over its last axis, or over groups of channels: from x (without a mean)
    or from y. What y and the statistics are of x tells the second derivative, so both are results. */
 struct Norms : Function<Norms> {
-    static variable_list forward(AutogradContext *ctx, const Tensor &, const std::optional<Tensor> &weight,
-                                 const std::optional<Tensor> &bias, Made *made) {
-        ctx->set_materialize_grads(false);
-        ctx->save_for_backward(made->kept);
-        ctx->saved_data = std::move(made->call);
-        ctx->saved_data["has_weight"] = weight.has_value();
-        ctx->saved_data["has_bias"] = bias.has_value();
+    static variable_list forward(AutogradContext *ctx, const Tensor &, const std::optional<Tensor> &,
+                                 const std::optional<Tensor> &, Made *made) {
+        remember(ctx, made);
         return {made->y, made->also};
     }
 
@@ -705,6 +705,8 @@ PyObject *norm(PyObject *, PyObject *const *args, Py_ssize_t count) {
     made.call["groups"] = groups;
     made.call["from_y"] = from_y;
     made.call["centered"] = centered;
+    made.call["has_weight"] = vectors[0].has_value();
+    made.call["has_bias"] = vectors[1].has_value();
     if (!name(args[0], made)) return nullptr;
     return THPVariable_Wrap(Norms::apply(*x, vectors[0], vectors[1], &made)[0]);
     END_HANDLE_TH_ERRORS
