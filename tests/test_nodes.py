@@ -23,10 +23,15 @@ from torch.autograd.graph import saved_tensors_hooks
 import memsave.functional
 import memsave.nn
 from memsave import function, kernels
+from memsave.kernels import reference
+from memsave.kernels.reference import Like
 from memsave.spec import TABLE, Layer
 
 ROWS = [row for row in TABLE.values() if function.RULES[row.name].node is not None]
 every_row = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+
+
+needs_nodes = pytest.mark.skipif(kernels.nodes is None, reason="not compiled for this torch")
 
 
 def test_they_are_compiled() -> None:
@@ -111,6 +116,7 @@ def test_loops_of_several_threads(
         torch.set_num_threads(before)
 
 
+@needs_nodes
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_rows_of_logits(reduction: str, dtype: torch.dtype) -> None:
@@ -146,6 +152,51 @@ def gradient(x: Tensor) -> Tensor:
     return torch.autograd.grad(memsave.functional.relu(x).sum(), x)[0]
 
 
+P_OF_KEPT = (0.5, 0.1, 1 - 0.1, 2**-53, 1 - 2**-53, 5e-324)
+
+
+@pytest.mark.parametrize("p", P_OF_KEPT)
+@pytest.mark.parametrize("others", [0, 1])
+def test_random_numbers_are_those_of_torch(p: float, others: int) -> None:
+    """Also of a generator that has given single words, between which a number begins."""
+    x = torch.empty(9000, dtype=torch.float64)
+
+    def draw(bernoulli: Callable[[Tensor], Tensor]) -> tuple[list[Tensor], Tensor]:
+        torch.manual_seed(0)
+        drawn = []
+        for elements in (1, 7, 8, 311, 312, 313, 1024, 1033, 9000):
+            torch.rand(others)
+            drawn.append(bernoulli(x[:elements]))
+        return drawn, torch.get_rng_state()
+
+    ours = draw(lambda x: kernels.bernoulli(x, Like.of(x), p))
+    stock = draw(lambda x: reference.pack(torch.empty_like(x).bernoulli_(p).bool(), Like.of(x)))
+    same(ours, stock, rtol=0, atol=0)
+
+
+@needs_nodes
+def test_random_numbers_are_by_the_loop_where_torch_has_such() -> None:
+    x = torch.empty(999, dtype=torch.float64)
+    torch.manual_seed(0)
+    by_twister = torch.rand_like(x) < 0.3
+    torch.manual_seed(0)
+    is_so = by_twister.equal(x.bernoulli_(0.3).bool())
+    assert (kernels.nodes.bernoulli(x, 0.3) is not None) == is_so
+
+
+def test_random_numbers_of_threads_at_once() -> None:
+    """No number is drawn twice, and none is left out."""
+    x = torch.empty(31200)
+    torch.manual_seed(0)
+    with ThreadPoolExecutor(4) as threads:
+        drawn = list(threads.map(lambda _: kernels.bernoulli(x, Like.of(x), 0.5), range(64)))
+    state = torch.get_rng_state()
+    torch.manual_seed(0)
+    expected = [kernels.bernoulli(x, Like.of(x), 0.5) for _ in range(64)]
+    assert state.equal(torch.get_rng_state())
+    assert {bytes(b.tolist()) for b in drawn} == {bytes(b.tolist()) for b in expected}
+
+
 def test_hooks_of_saved_tensors_and_freed_graphs() -> None:
     """What stock says of its own nodes."""
     x = torch.randn(4, 4, requires_grad=True)
@@ -159,22 +210,26 @@ def test_hooks_of_saved_tensors_and_freed_graphs() -> None:
         y.sum().backward()
 
 
-OTHERS: dict[str, dict[str, Any]] = {
-    "relu": {},
-    "dropout2d": {},
-    "max_pool2d": {"kernel_size": 2},
-    "adaptive_max_pool2d": {"output_size": 3},
-    "rms_norm": {"normalized_shape": (8,)},
-    "cross_entropy": {"target": torch.zeros(8, dtype=torch.int64)},
+F = memsave.functional
+OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": F.relu,
+    "dropout": F.dropout,
+    "dropout_from_rng": memsave.nn.DropoutFromRng(),
+    "dropout2d": F.dropout2d,
+    "max_pool2d": lambda x: F.max_pool2d(x, 2),
+    "adaptive_max_pool2d": lambda x: F.adaptive_max_pool2d(x, 3),
+    "rms_norm": lambda x: F.rms_norm(x, (8,)),
+    "cross_entropy": lambda x: F.cross_entropy(x[0, 0], torch.zeros(8, dtype=torch.int64)),
 }
 
 
-@pytest.mark.parametrize(("name", "options"), OTHERS.items())
-def test_hooks_that_give_back_something_else(name: str, options: dict[str, Any]) -> None:
+@needs_nodes
+@pytest.mark.parametrize("layer", OTHERS.values(), ids=OTHERS)
+def test_hooks_that_give_back_something_else(layer: Callable[[Tensor], Tensor]) -> None:
     """An error, not what lies behind the memory."""
-    x = torch.randn((8, 8) if name == "cross_entropy" else (4, 8, 8, 8), requires_grad=True)
+    x = torch.randn((4, 8, 8, 8), requires_grad=True)
     with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor.flatten()[:1]):
-        y = getattr(memsave.functional, name)(x, **options)
+        y = layer(x)
     assert type(y.grad_fn).__name__ == "MemsaveLayerBackward"
     with pytest.raises((RuntimeError, IndexError)):
         y.sum().backward()

@@ -16,6 +16,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from . import reference
@@ -75,7 +77,22 @@ pack = _fastest("pack")
 piecewise = _fastest("piecewise")
 unpack = reference.unpack
 
+
+def bernoulli(x: Tensor, like: reference.Like, p: float) -> Tensor:
+    """The bits of ``torch.empty_like(x).bernoulli_(p)``, in the order of ``like``: that of ``x``,
+    if it is dense, or that of what this is.
+    """
+    if nodes is not None and not is_dynamo_compiling():
+        bits = nodes.bernoulli(x, p)
+        if bits is not None:
+            return bits
+    # On CPU the numbers do not depend on the dtype that they are drawn in; elsewhere they may.
+    kept = torch.empty_like(x, dtype=torch.bool if x.device.type == "cpu" else x.dtype)
+    return pack(kept.bernoulli_(p).bool(), like)
+
+
 __all__ = [
+    "bernoulli",
     "batch_norm",
     "batch_norm_backward",
     "compare",

@@ -8,7 +8,7 @@
 
 /* To be counted up, in native.py too, with each change of what is below or of what Python calls: so that
    nothing runs that was compiled from another state of the sources. */
-enum { INTERFACE = 1 };
+enum { INTERFACE = 2 };
 
 /* What some of the work is, from start to end, and by which thread. */
 typedef void Loop(const void *work, ptrdiff_t start, ptrdiff_t end, ptrdiff_t thread);
@@ -37,6 +37,17 @@ typedef struct {
     int from_y, centered;
 } Norm;
 
+/* A Mersenne twister, as torch has it: the next word to take, and how many there are until all are made
+   anew (at 1). */
+enum { TWISTER_WORDS = 624 };
+typedef struct {
+    uint32_t *words;
+    ptrdiff_t next, left;
+} Twister;
+
+/* Bits of whether each of some numbers in [0, 1) is below p. */
+void memsave_bernoulli(Twister *twister, uint8_t *bits, ptrdiff_t elements, double p);
+
 /* Of torch: of no more elements, a loop is left to one thread. */
 enum { GRAIN = 32768 };
 
@@ -52,6 +63,7 @@ typedef struct {
                  ptrdiff_t channels, const Window *window, ptrdiff_t threads);
     /* Rows of floats or doubles, or groups of several places; the same, with these threads. */
     void (*norm)(const Norm *norm, int is_double, int of_groups, ptrdiff_t rows, ptrdiff_t threads);
+    void (*bernoulli)(Twister *twister, uint8_t *bits, ptrdiff_t elements, double p);
 } Loops;
 
 #endif

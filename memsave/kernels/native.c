@@ -12,6 +12,7 @@
 #include <string.h>
 
 #include "loops.h"
+#include "vectors.h"
 
 #if defined(__BYTE_ORDER__) && __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
 #error "Bits are read and written as integers whose first byte is the lowest."
@@ -21,28 +22,6 @@ typedef Py_ssize_t size;
 
 static inline size at_most(size a, size b) { return a < b ? a : b; }
 
-/* The compiler makes each loop for two instruction sets; which one runs is found at load. (With those
-   of x86-64-v4 it would load under masks, which costs select more than wider vectors give.) */
-#if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__)
-#define LOOP static __attribute__((target_clones("arch=x86-64-v3", "default")))
-#else
-#define LOOP static
-#endif
-
-/* Elements do not depend on each other, also where y is x; or only in their sums. */
-#if defined(__GNUC__) /* with -fopenmp-simd */
-#define PRAGMA(TEXT) _Pragma(#TEXT)
-#define EACH PRAGMA(omp simd)
-#define SUMMED(A, B) PRAGMA(omp simd reduction(+ : A, B))
-#define UNITED(WORD) PRAGMA(omp simd reduction(| : WORD))
-#define PREFETCH(ADDRESS) __builtin_prefetch(ADDRESS)
-#else
-#define EACH
-#define SUMMED(A, B)
-#define UNITED(WORD)
-#define PREFETCH(ADDRESS) (void)(ADDRESS)
-#endif
-
 #define ARRAYS(T)                                                                       \
     const Arrays *arrays = work;                                                        \
     (void)thread;                                                                       \
@@ -50,13 +29,6 @@ static inline size at_most(size a, size b) { return a < b ? a : b; }
     T *y = arrays->y;                                                                   \
     uint8_t *bits = arrays->bits;                                                       \
     (void)y, (void)a, (void)b
-
-/* The bits of some elements at a time are a WORD: 1 << k of each (which not all vectors can shift). */
-#define EIGHT(K) 1u << K, 2u << K, 4u << K, 8u << K, 16u << K, 32u << K, 64u << K, 128u << K
-static const uint8_t BIT_OF_uint8_t[] = {EIGHT(0)};
-static const uint16_t BIT_OF_uint16_t[] = {EIGHT(0), EIGHT(8)};
-static const uint32_t BIT_OF_uint32_t[] = {EIGHT(0), EIGHT(8), EIGHT(16), EIGHT(24)};
-#define BITS(WORD) (size)(8 * sizeof(WORD))
 
 /* From x to bits: DO, of the element v = x[j], says `flag`, and may say y[j]. */
 #define TO_BITS(NAME, T, WORD, DO)                                                      \
@@ -1156,7 +1128,7 @@ static int add_names(PyObject *module, const Named *table, size count) {
 }
 
 static int add_loops(PyObject *module) {
-    static const Loops loops = {loop_for, run_over_bits, run_pool, run_norm};
+    static const Loops loops = {loop_for, run_over_bits, run_pool, run_norm, memsave_bernoulli};
     PyObject *capsule = PyCapsule_New((void *)&loops, LOOPS, NULL);
     const int failed = !capsule || PyModule_AddObjectRef(module, "loops", capsule) < 0;
     Py_XDECREF(capsule);

@@ -12,6 +12,8 @@
 #include <torch/csrc/utils/object_ptr.h>
 
 #include <ATen/ATen.h>
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/EmptyTensor.h>
 #include <ATen/Parallel.h>
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -76,8 +78,8 @@ Tensor unpack(const Tensor &bits, at::IntArrayRef shape, at::IntArrayRef stride)
 
 /* Backward of activations that are linear in pieces, as native.c has it: what of g passes, and what
    becomes of the rest. */
-enum Family : int64_t { SELECT, PART, SCALE };
-int64_t family_of[3];
+enum Family : int64_t { SELECT, PART, SCALE, NONZERO, FAMILIES };
+int64_t family_of[FAMILIES]; /* The last makes bits of booleans. */
 
 Tensor from_bits(Family family, const Tensor &g, const Tensor &bits, at::IntArrayRef stride, double a,
                  double b) {
@@ -96,6 +98,50 @@ Tensor from_bits(Family family, const Tensor &g, const Tensor &bits, at::IntArra
     return dx;
 }
 
+/* (Without a look at how tensors are made here.) */
+Tensor memory(int64_t elements, at::ScalarType dtype) {
+    return Tensor(at::detail::empty_cpu({elements}, dtype));
+}
+
+/* Bits of whether random numbers are below p, as bernoulli_ says, drawn by random.c from a generator of
+   the CPU, which its caller has locked. Undefined, with nothing drawn, where its state is none. */
+Tensor by_loop(const at::Generator &generator, int64_t elements, double p) {
+    auto *implementation = generator.get<at::CPUGeneratorImpl>();
+    at::mt19937 engine = implementation->engine();
+    at::mt19937_data_pod state = engine.data();
+    if (!engine.is_valid() || state.next_ + state.left_ - 1 > TWISTER_WORDS) return Tensor();
+    const Tensor bits = memory((elements + 7) / 8, at::kByte);
+    Twister twister = {state.state_.data(), state.next_, state.left_};
+    loops->bernoulli(&twister, bits.mutable_data_ptr<uint8_t>(), elements, p);
+    state.next_ = twister.next, state.left_ = twister.left;
+    engine.set_data(state);
+    implementation->set_engine(engine);
+    return bits;
+}
+
+/* (With MKL, on some processors, torch has the numbers of that library.) */
+bool loop_draws_as_torch() {
+    static const bool does = [] {
+        at::Generator ours = at::detail::createCPUGenerator(0), theirs = at::detail::createCPUGenerator(0);
+        const Tensor kept = memory(999, at::kBool), expected = memory(125, at::kByte);
+        kept.bernoulli_(0.3, theirs);
+        run(loop_for(family_of[NONZERO], at::kBool), kept, Tensor(), expected, 0, 0);
+        const Tensor bits = by_loop(ours, 999, 0.3);
+        return bits.defined() && bits.equal(expected) && ours.get_state().equal(theirs.get_state());
+    }();
+    return does;
+}
+
+/* While no other thread draws. Neither a mode sees it, nor vmap, which says how to draw. */
+Tensor draw(at::Generator generator, int64_t elements, double p, Tensor *state = nullptr) {
+    const c10::DispatchKeySet all(c10::DispatchKeySet::FULL), cpu(c10::DispatchKey::CPU);
+    const c10::impl::ExcludeDispatchKeyGuard alone(all - cpu);
+    if (!loop_draws_as_torch()) return Tensor();
+    const std::scoped_lock lock(generator.mutex());
+    if (state) *state = generator.get_state();
+    return by_loop(generator, elements, p);
+}
+
 /* A layer, computed already: what is kept and remembered for backward, as an autograd function. */
 struct Made {
     Tensor y, also; /* the statistics that come with y, of Norms */
@@ -105,6 +151,7 @@ struct Made {
 };
 
 Tensor bits_backward(AutogradContext *, const Tensor &);
+Tensor dropout_from_rng_backward(AutogradContext *, const Tensor &);
 Tensor feature_dropout_backward(AutogradContext *, const Tensor &);
 Tensor batch_norm_eval_backward(AutogradContext *, const Tensor &);
 Tensor adjoint_backward(AutogradContext *, const Tensor &);
@@ -113,11 +160,13 @@ Tensor instance_norm_backward(AutogradContext *, const Tensor &);
 Tensor cross_entropy_backward(AutogradContext *, const Tensor &);
 Tensor adaptive_max_pool_backward(AutogradContext *, const Tensor &);
 enum Kind : int64_t {
-    BITS, FEATURE_DROPOUT, BATCH_NORM_EVAL, ADJOINT, MAX_POOL, INSTANCE_NORM, CROSS_ENTROPY, ADAPTIVE_MAX_POOL
+    BITS, DROPOUT_FROM_RNG, FEATURE_DROPOUT, BATCH_NORM_EVAL, ADJOINT, MAX_POOL, INSTANCE_NORM, CROSS_ENTROPY,
+    ADAPTIVE_MAX_POOL
 };
 Tensor (*const BACKWARD[])(AutogradContext *, const Tensor &) = {
-    bits_backward, feature_dropout_backward, batch_norm_eval_backward, adjoint_backward,
-    max_pool_backward, instance_norm_backward, cross_entropy_backward, adaptive_max_pool_backward};
+    bits_backward, dropout_from_rng_backward, feature_dropout_backward, batch_norm_eval_backward,
+    adjoint_backward, max_pool_backward, instance_norm_backward, cross_entropy_backward,
+    adaptive_max_pool_backward};
 
 void remember(AutogradContext *ctx, Made *made) {
     ctx->set_materialize_grads(false);
@@ -254,7 +303,7 @@ PyObject *bits(PyObject *, PyObject *const *args, Py_ssize_t count) {
     END_HANDLE_TH_ERRORS
 }
 
-Tensor bits_backward(AutogradContext *ctx, const Tensor &g) {
+Tensor by_bits(AutogradContext *ctx, const Tensor &g, const Tensor &bits) {
     auto &call = ctx->saved_data;
     const auto family = (Family)call.at("family").toInt();
     const double a = family == SELECT ? 1 : call.at("a").toDouble();
@@ -262,7 +311,68 @@ Tensor bits_backward(AutogradContext *ctx, const Tensor &g) {
     const auto found = call.find("stride");
     const auto stride = found == call.end() ? c10::contiguous_strides(g.sizes())
                                             : found->second.toDimVector();
-    return from_bits(family, g, ctx->get_saved_variables()[0], stride, a, b);
+    return from_bits(family, g, bits, stride, a, b);
+}
+
+Tensor bits_backward(AutogradContext *ctx, const Tensor &g) {
+    return by_bits(ctx, g, ctx->get_saved_variables()[0]);
+}
+
+/* Dropout that keeps bits, or the state of the generator to draw them again. */
+PyObject *dropout(PyObject *, PyObject *const *args, Py_ssize_t count) {
+    HANDLE_TH_ERRORS
+    TORCH_CHECK_TYPE(count == 6, "dropout takes 6 arguments");
+    const Tensor *x = plain(args[1]);
+    double p, factor;
+    if (!x || !numbers(args + 2, &p, 1) || !numbers(args + 3, &factor, 1)) Py_RETURN_NONE;
+    Loop *loop = loop_for(family_of[SCALE], x->scalar_type());
+    const int inplace = PyObject_IsTrue(args[4]), from_rng = PyObject_IsTrue(args[5]);
+    if (inplace < 0 || from_rng < 0) return nullptr;
+    if (!loop) Py_RETURN_NONE;
+    Made made;
+    Tensor bits, state;
+    {
+        pybind11::gil_scoped_release unlocked;
+        at::AutoDispatchBelowADInplaceOrView guard;
+        bits = draw(at::detail::getDefaultCPUGenerator(), x->numel(), 1 - p, from_rng ? &state : nullptr);
+        if (bits.defined()) {
+            made.y = inplace ? *x : at::empty_like(*x);
+            run(loop, *x, made.y, bits, factor, 0);
+        }
+    }
+    if (!bits.defined()) Py_RETURN_NONE;
+    made.kept = {from_rng ? state : bits};
+    made.inplace = inplace;
+    made.call["family"] = (int64_t)SCALE, made.call["a"] = factor, made.call["b"] = 0.0;
+    if (from_rng) made.call["p"] = 1 - p;
+    if (!x->is_contiguous()) made.call["stride"] = made.y.strides();
+    return layer(args[0], *x, from_rng ? DROPOUT_FROM_RNG : BITS, made);
+    END_HANDLE_TH_ERRORS
+}
+
+Tensor dropout_from_rng_backward(AutogradContext *ctx, const Tensor &g) {
+    at::Generator generator = at::detail::createCPUGenerator();
+    generator.set_state(ctx->get_saved_variables()[0]);
+    const Tensor bits = draw(generator, g.numel(), ctx->saved_data.at("p").toDouble());
+    TORCH_CHECK(bits.defined(), "The kept state of the random generator is not one of forward.");
+    return by_bits(ctx, g, bits);
+}
+
+/* The bits of numbers drawn for a tensor, in storage order. */
+PyObject *bernoulli(PyObject *, PyObject *const *args, Py_ssize_t count) {
+    HANDLE_TH_ERRORS
+    TORCH_CHECK_TYPE(count == 2, "bernoulli takes 2 arguments");
+    const Tensor *x = plain(args[0]);
+    double p;
+    if (!x || !numbers(args + 1, &p, 1)) Py_RETURN_NONE;
+    Tensor bits;
+    {
+        pybind11::gil_scoped_release unlocked;
+        bits = draw(at::detail::getDefaultCPUGenerator(), x->numel(), p);
+    }
+    if (!bits.defined()) Py_RETURN_NONE;
+    return THPVariable_Wrap(bits);
+    END_HANDLE_TH_ERRORS
 }
 
 /* Dropout of whole channels. The order of the operations is torch's, for the last bit. */
@@ -270,6 +380,17 @@ at::DimVector channels(const Tensor &x) {
     at::DimVector shape(x.dim(), 1);
     shape[0] = x.size(0), shape[1] = x.size(1);
     return shape;
+}
+
+Tensor noise_of(const Tensor &bits, at::IntArrayRef shape, double p, at::TensorOptions options) {
+    const Tensor noise = at::empty(shape, options);
+    const uint8_t *bytes = bits.const_data_ptr<uint8_t>();
+    AT_DISPATCH_FLOATING_TYPES(noise.scalar_type(), "feature_dropout", [&] {
+        scalar_t *values = noise.mutable_data_ptr<scalar_t>();
+        const scalar_t on = 1 / (scalar_t)(1 - p);
+        for (int64_t k = 0; k < noise.numel(); k++) values[k] = bytes[k / 8] >> k % 8 & 1 ? on : 0;
+    });
+    return noise;
 }
 
 PyObject *feature_dropout(PyObject *, PyObject *const *args, Py_ssize_t count) {
@@ -283,19 +404,11 @@ PyObject *feature_dropout(PyObject *, PyObject *const *args, Py_ssize_t count) {
     {
         pybind11::gil_scoped_release unlocked;
         at::AutoDispatchBelowADInplaceOrView guard;
-        const Tensor noise = at::empty(channels(*x), x->options()).bernoulli_(1 - p);
-        const Tensor bits = empty_bits(noise).zero_();
-        uint8_t *bytes = bits.mutable_data_ptr<uint8_t>();
-        AT_DISPATCH_FLOATING_TYPES(x->scalar_type(), "feature_dropout", [&] {
-            scalar_t *values = noise.mutable_data_ptr<scalar_t>();
-            for (int64_t k = 0; k < noise.numel(); k++) {
-                bytes[k / 8] |= (values[k] > 0) << k % 8;
-                values[k] /= (scalar_t)(1 - p);
-            }
-        });
-        made.kept = {bits};
-        made.y = *x * noise;
+        const auto shape = channels(*x);
+        made.kept = {draw(at::detail::getDefaultCPUGenerator(), shape[0] * shape[1], 1 - p)};
+        if (made.kept[0].defined()) made.y = *x * noise_of(made.kept[0], shape, p, x->options());
     }
+    if (!made.y.defined()) Py_RETURN_NONE;
     made.call["p"] = p;
     return layer(args[0], *x, FEATURE_DROPOUT, made);
     END_HANDLE_TH_ERRORS
@@ -307,13 +420,7 @@ Tensor feature_dropout_backward(AutogradContext *ctx, const Tensor &g) {
     const auto shape = channels(g);
     if (!are_bits(bits, shape[0] * shape[1]) || !is_unobserved())
         return g * unpack(bits, shape, c10::contiguous_strides(shape)).to(g.scalar_type()).div(1 - p);
-    const Tensor noise = at::empty(shape, bits.options().dtype(g.scalar_type()));
-    const uint8_t *bytes = bits.const_data_ptr<uint8_t>();
-    AT_DISPATCH_FLOATING_TYPES(g.scalar_type(), "feature_dropout", [&] {
-        scalar_t *values = noise.mutable_data_ptr<scalar_t>();
-        const scalar_t on = 1 / (scalar_t)(1 - p);
-        for (int64_t k = 0; k < noise.numel(); k++) values[k] = bytes[k / 8] >> k % 8 & 1 ? on : 0;
-    });
+    const Tensor noise = noise_of(bits, shape, p, bits.options().dtype(g.scalar_type()));
     if (at::GradMode::is_enabled() || !is_plain(g)) return g * noise;
     at::AutoDispatchBelowADInplaceOrView guard;
     return g * noise;
@@ -950,12 +1057,13 @@ void show() {
 
 PyObject *connect(PyObject *, PyObject *args) {
     PyObject *capsule;
-    long long families[3];
-    if (!PyArg_ParseTuple(args, "OLLL:connect", &capsule, &families[0], &families[1], &families[2]))
+    long long families[FAMILIES];
+    if (!PyArg_ParseTuple(args, "OLLLL:connect", &capsule, &families[SELECT], &families[PART],
+                          &families[SCALE], &families[NONZERO]))
         return nullptr;
     loops = (const Loops *)PyCapsule_GetPointer(capsule, LOOPS);
     if (!loops) return nullptr;
-    for (int k = 0; k < 3; k++) family_of[k] = families[k];
+    std::copy(families, families + FAMILIES, family_of);
 
     show<Layer>();
     show<Norms>();
@@ -964,11 +1072,13 @@ PyObject *connect(PyObject *, PyObject *args) {
 
 #define FAST(NAME) (PyCFunction)(void (*)()) NAME, METH_FASTCALL
 PyMethodDef methods[] = {
-    {"connect", connect, METH_VARARGS, "connect(loops, select, part, scale): to those of native.c"},
+    {"connect", connect, METH_VARARGS, "connect(loops, select, part, scale, nonzero): to those of native.c"},
     {"bits", FAST(bits),
      "bits(row, x, loop, inplace, low, high, family, a, b, op, args, also): x by a loop (or by op(*args), "
      "if it is not None) that says bits, of which backward makes g, or +0 (family 0); g * a, or +0 (1); "
      "g * a, or g * b (2). It keeps the bits and, if it is not None, what it is to keep also"},
+    {"dropout", FAST(dropout), "dropout(row, x, p, factor, inplace, from_rng)"},
+    {"bernoulli", FAST(bernoulli), "bernoulli(x, p): bits, one for each element of x, in storage order"},
     {"feature_dropout", FAST(feature_dropout), "feature_dropout(row, x, p)"},
     {"max_pool", FAST(max_pool), "max_pool(row, x, windows)"},
     {"adaptive_max_pool", FAST(adaptive_max_pool),

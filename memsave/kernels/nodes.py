@@ -22,7 +22,7 @@ NAME = "_nodes_" + re.sub(r"\W", "_", torch.__version__)
 _nodes = importlib.import_module(f".{NAME}", __package__)
 native.check(_nodes)
 _native = native._native
-_nodes.connect(_native.loops, _native.select, _native.part, _native.scale)
+_nodes.connect(_native.loops, _native.select, _native.part, _native.scale, _native.nonzero)
 
 BACKWARD = {"select": 0, "part": 1, "scale": 2}
 
@@ -56,6 +56,12 @@ def bits(
 LOOPS = {"relu": _native.relu, **native.PIECEWISE}
 
 
+#: ``bernoulli(x, p)``: bits of whether ``torch.empty_like(x).bernoulli_(p)`` would be 1. (No layer,
+#: but of the generator Python shows a copy alone.)
+bernoulli = _nodes.bernoulli
+#: ``dropout(row, x, p, factor, inplace, from_rng)``, which is ``F.dropout(x, p, True, inplace)``:
+#: what is kept is multiplied by the factor. It keeps bits, or the state of the random generator.
+dropout = _nodes.dropout
 #: ``feature_dropout(row, x, p)``: ``torch.feature_dropout(x, p, True)``, with the same numbers.
 feature_dropout = _nodes.feature_dropout
 #: ``max_pool(row, x, windows)``, of :class:`memsave.kernels.reference.Windows`.
@@ -108,8 +114,10 @@ __all__ = [
     "adaptive_max_pool",
     "adjoint",
     "batch_norm_eval",
+    "bernoulli",
     "bits",
     "cross_entropy",
+    "dropout",
     "feature_dropout",
     "instance_norm",
     "max_pool",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 import torch.nn.functional as F
@@ -32,12 +32,14 @@ def _fwd(
     if _fused(x, inplace):
         y, kept = torch.native_dropout(x, p, True)
         return y, {"kept": kernels.pack(kept, Like.of(y))}
-    # On CPU the numbers do not depend on the dtype that they are drawn in; elsewhere they may.
-    kept = torch.empty_like(x, dtype=torch.bool if x.device.type == "cpu" else x.dtype)
-    kept.bernoulli_(1 - p)
-    like = Like.of(x if inplace else kept)
-    bits = kernels.pack(kept.bool(), like)
+    bits, like = _draw(x, 1 - p, inplace)
     return kernels.scale(x, bits, like, _factor(p, x.dtype), 0.0, inplace), {"kept": bits}
+
+
+def _draw(x: Tensor, p: float, inplace: bool) -> tuple[Tensor, Like]:
+    """Bits of what is kept, in the order of the output."""
+    like = Like.of(x if inplace else torch.empty_like(x, device="meta"))
+    return kernels.bernoulli(x, like, p), like
 
 
 @lru_cache(maxsize=64)
@@ -97,18 +99,30 @@ def _bwd_rng(
     return {"x": noise.mul_(g) if is_plain_gradient(g) else g * noise}
 
 
+def _node(
+    from_rng: bool, row: str, wrt: Mask, x: Tensor, *, p: float, inplace: bool = False
+) -> Tensor | None:
+    return kernels.nodes.dropout(row, x, p, _factor(p, x.dtype), inplace, from_rng)
+
+
 # Regenerating the mask draws every random number twice. Where both rows are timed, the row of bits
 # is the faster (`python -m experiments run dropout_rows`), so it is the default.
-_dropout = define(spec.DROPOUT, _primal, _bwd, _fwd, compiled=False, shapes=("y",))
-_dropout_from_rng = define(spec.DROPOUT_FROM_RNG, _primal, _bwd_rng, _fwd_rng, compiled=False)
+_dropout = define(
+    spec.DROPOUT,
+    _primal,
+    _bwd,
+    _fwd,
+    compiled=False,
+    shapes=("y",),
+    node=partial(_node, False),
+)
+_dropout_from_rng = define(
+    spec.DROPOUT_FROM_RNG, _primal, _bwd_rng, _fwd_rng, compiled=False, node=partial(_node, True)
+)
 
 
 #: Of SELU: https://arxiv.org/abs/1706.02515. What is dropped takes this value (negative).
 ALPHA = 1.7580993408473766
-
-
-def _alpha_scale(p: float) -> float:
-    return 1 / math.sqrt((ALPHA * ALPHA * p + 1) * (1 - p))
 
 
 def _alpha_primal(x: Tensor, *, p: float, inplace: bool = False) -> Tensor:
@@ -118,14 +132,23 @@ def _alpha_primal(x: Tensor, *, p: float, inplace: bool = False) -> Tensor:
 def _alpha_fwd(
     wrt: Mask, x: Tensor, *, p: float, inplace: bool = False
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    # The order of the operations is torch's, for the last bit.
-    noise = torch.empty_like(x).bernoulli_(1 - p)
-    kept = noise.bool()
-    scale = _alpha_scale(p)
-    shift = noise.add(-1).mul_(ALPHA * scale).add_(ALPHA * scale * p)
-    noise.mul_(scale)
-    y = (x.mul_(noise) if inplace else x * noise).add_(shift)
-    return y, {"kept": kernels.pack(kept, Like.of(y))}
+    bits, like = _draw(x, 1 - p, inplace)
+    factor, kept, dropped = _alpha_constants(p, x.dtype)
+    y = kernels.scale(x, bits, like, factor, 0.0, inplace)
+    shift = kernels.scale(torch.ones_like(y), bits, like, kept, dropped, True)
+    return y.add_(shift), {"kept": bits}
+
+
+@lru_cache(maxsize=64)
+def _alpha_constants(p: float, dtype: torch.dtype) -> tuple[float, ...]:
+    """By what is multiplied what is kept; what is added to it, and to what is dropped: as torch
+    rounds them.
+    """
+    scale = 1 / math.sqrt((ALPHA * ALPHA * p + 1) * (1 - p))
+    with _disable_current_modes():  # in which tensors may have no values
+        noise = torch.tensor([1, 0], dtype=dtype, device="cpu")
+        shifts = noise.add(-1).mul_(ALPHA * scale).add_(ALPHA * scale * p)
+        return (noise.mul_(scale)[0].item(), *shifts.tolist())
 
 
 def _alpha_bwd(
@@ -133,7 +156,8 @@ def _alpha_bwd(
 ) -> Grads:
     like = shapes["y"]
     assert like is not None
-    return {"x": _scale(g, saved["kept"], like, _alpha_scale(p))}
+    factor, *_ = _alpha_constants(p, g.dtype)
+    return {"x": _scale(g, saved["kept"], like, factor)}
 
 
 def _feature_primal(x: Tensor, *, p: float, inplace: bool = False) -> Tensor:

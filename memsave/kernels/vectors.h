@@ -1,0 +1,40 @@
+/* How the compiler comes to vectors of the elements of a loop. */
+
+#ifndef MEMSAVE_VECTORS_H
+#define MEMSAVE_VECTORS_H
+
+#include <stdint.h>
+
+/* The compiler makes each loop for two instruction sets; which one runs is found at load. (With those
+   of x86-64-v4 it would load under masks, which costs select more than wider vectors give.) */
+#if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__)
+#define LOOP static __attribute__((target_clones("arch=x86-64-v3", "default")))
+#else
+#define LOOP static
+#endif
+
+/* Elements do not depend on each other, also where y is x; on none of the few before; or only in their
+   sums. */
+#if defined(__GNUC__) /* with -fopenmp-simd */
+#define PRAGMA(TEXT) _Pragma(#TEXT)
+#define EACH PRAGMA(omp simd)
+#define EACH_OF_FEW PRAGMA(omp simd safelen(64))
+#define SUMMED(A, B) PRAGMA(omp simd reduction(+ : A, B))
+#define UNITED(WORD) PRAGMA(omp simd reduction(| : WORD))
+#define PREFETCH(ADDRESS) __builtin_prefetch(ADDRESS)
+#else
+#define EACH
+#define EACH_OF_FEW
+#define SUMMED(A, B)
+#define UNITED(WORD)
+#define PREFETCH(ADDRESS) (void)(ADDRESS)
+#endif
+
+/* The bits of some elements at a time are a WORD: 1 << k of each (which not all vectors can shift). */
+#define EIGHT(K) 1u << K, 2u << K, 4u << K, 8u << K, 16u << K, 32u << K, 64u << K, 128u << K
+static const uint8_t BIT_OF_uint8_t[] = {EIGHT(0)};
+static const uint16_t BIT_OF_uint16_t[] = {EIGHT(0), EIGHT(8)};
+static const uint32_t BIT_OF_uint32_t[] = {EIGHT(0), EIGHT(8), EIGHT(16), EIGHT(24)};
+#define BITS(WORD) (size)(8 * sizeof(WORD))
+
+#endif
