@@ -26,7 +26,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import combinations
 from typing import Any, NamedTuple
 
 import torch
@@ -152,31 +151,38 @@ def differentiable(rule: Rule) -> Callable[..., Any]:
     # of Python functions that costs: so it calls few, and looks up at definition what it can.
     row, primal, unless, autocast = rule.row, rule.primal, rule.unless, rule.autocast
     smooth, function = rule.smooth, _function(rule)
-    node = None if rule.node is None else partial(rule.node, row.name)
     # Not the row's own mappings, which torch.compile cannot trace in every version.
     names = tuple(row.args)
     wantable = tuple(place for place, name in enumerate(names) if name in row.reads)
-    plans = {
-        places: Plan.of(rule, frozenset(names[place] for place in places))
-        for count in range(1, len(wantable) + 1)
-        for places in combinations(wantable, count)
-    }
+    bit_of = tuple((place, 1 << k) for k, place in enumerate(wantable))
+    # By the bits of what is wanted.
+    plans = tuple(
+        Plan.of(rule, frozenset(names[place] for place, bit in bit_of if bits & bit))
+        for bits in range(1 << len(wantable))
+    )
+    at_once = (primal, *(_at_once(rule, plan) for plan in plans[1:]))
 
     # As ``function.apply``, but for what that does about the tensors of ``torch.func``: not plain.
     apply = super(Function, function).apply  # type: ignore[misc]
 
     def layer(*args: Any, **options: Any) -> Any:
+        if not is_dynamo_compiling() and _observer is None and nodes is not None:
+            bits = nodes.wanted(wantable, args)
+            if bits is not None and (run := at_once[bits]) is not None:
+                y = run(*args, **options)
+                if y is not None:
+                    return y
         # (As is_compiling(), which runs two Python functions.)
         compiling = is_dynamo_compiling() or compiler._is_compiling_flag
         if not compiling and _len_torch_function_stack() and _asks_for_layers():
             with _pop_mode_temporarily():
                 return layer(*args, **options)
-        wanted: tuple[int, ...] = ()
+        wanted = 0
         if is_grad_enabled():
-            for place in wantable:
+            for place, bit in bit_of:
                 arg = args[place]
                 if isinstance(arg, Tensor) and arg.requires_grad:
-                    wanted += (place,)
+                    wanted |= bit
         stock_only, run = (_untraceable, function.apply) if compiling else (_unservable, apply)
         if not wanted or stock_only(rule, args, options):
             return primal(*args, **options)
@@ -186,12 +192,6 @@ def differentiable(rule: Rule) -> Callable[..., Any]:
             if _observer is not None:
                 arrays = {**dict(zip(names, args, strict=True)), "y": _first(y)}
                 _observer(Call(row, plan.wrt, arrays, options))
-        elif (
-            node is not None
-            and not (compiling or _observer is not None or _is_any_autocast_enabled())
-            and (y := node(plan.wrt, *args, **options)) is not None
-        ):
-            return y
         elif (
             autocast
             and (compiling or _is_any_autocast_enabled())
@@ -208,6 +208,25 @@ def differentiable(rule: Rule) -> Callable[..., Any]:
     layer.__name__ = layer.__qualname__ = row.name
     layer.__doc__ = f"The row ``{row.name}`` as a differentiable function."
     return layer
+
+
+def _at_once(rule: Rule, plan: Plan) -> Callable[..., Any] | None:
+    """What serves a plan of plain tensors, where nothing is on that gives operations another
+    meaning; or ``None``, as it may return for some arguments.
+    """
+    node = None if rule.node is None else partial(rule.node, rule.row.name, plan.wrt)
+    primal, unless = rule.primal, rule.unless
+    if not plan.is_stock:
+        return node
+    if unless is None:
+        return primal
+
+    def run(*args: Any, **options: Any) -> Any:
+        if not unless(**options):
+            return primal(*args, **options)
+        return None if node is None else node(*args, **options)
+
+    return run
 
 
 class Plan(NamedTuple):
@@ -387,14 +406,20 @@ def stock_suffices(*wanted: Any, cast: bool = False) -> bool:
     (Not while somebody observes what layers keep, or traces; nor where autocast is on, of an op
     whose arguments it is to ``cast``: that keeps the copies, also of parameters.)
     """
-    if is_dynamo_compiling() or compiler._is_compiling_flag:
+    if is_dynamo_compiling() or _observer is not None:
         return False
-    if _observer is not None or _is_tracing():
+    if nodes is not None and nodes.wanted(_FIRST, wanted):
+        return True
+    if compiler._is_compiling_flag or _is_tracing():
         return False
     for tensor in wanted:
         if isinstance(tensor, Tensor) and tensor.requires_grad:
             return not (cast and amp_enabled(tensor.device.type))
     return False
+
+
+#: Places of a few arguments.
+_FIRST = tuple(range(8))
 
 
 def is_traced(x: Any) -> bool:

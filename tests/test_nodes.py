@@ -18,7 +18,11 @@ import pytest
 import torch
 from helpers import same
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import memsave.functional
 import memsave.nn
@@ -139,6 +143,30 @@ def test_rows_of_logits(reduction: str, dtype: torch.dtype) -> None:
     same(y, expected[0], rtol=0, atol=0)
 
 
+@needs_nodes
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("is_transposed", [False, True])
+@pytest.mark.parametrize(
+    ("layer", "factor"),
+    [(memsave.nn.SoftplusFromOutput(threshold=40), -1), (memsave.nn.LogSigmoidFromOutput(), 1)],
+    ids=["softplus", "logsigmoid"],
+)
+def test_slopes_that_are_one_less_an_exponential(
+    layer: nn.Module, factor: int, is_transposed: bool, dtype: torch.dtype
+) -> None:
+    """To rounding, relative to the slope: from where it is its exponential to where it is 1."""
+    special = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan])
+    x = torch.cat([torch.linspace(-100, 60, 65529), special, torch.zeros(2)]).to(dtype)
+    x = x.view(256, 256).requires_grad_()
+    y, g = layer(x), torch.randn(256, 256, generator=torch.Generator().manual_seed(0), dtype=dtype)
+    assert type(y.grad_fn).__name__ == "MemsaveLayerBackward"
+    (dx,) = torch.autograd.grad(y, x, g.T if is_transposed else g)
+    exact = (g.T if is_transposed else g).double() * -(factor * y.double()).expm1()
+    torch.testing.assert_close(
+        dx.double(), exact, rtol=2 * torch.finfo(dtype).eps, atol=1e-37, equal_nan=True
+    )
+
+
 def test_threads_at_once() -> None:
     xs = [torch.randn(1 << 16, generator=torch.Generator().manual_seed(k)) for k in range(8)]
     with ThreadPoolExecutor(4) as threads:
@@ -150,6 +178,86 @@ def test_threads_at_once() -> None:
 def gradient(x: Tensor) -> Tensor:
     x = x.clone().requires_grad_()
     return torch.autograd.grad(memsave.functional.relu(x).sum(), x)[0]
+
+
+def seen(arg: Any) -> list[int | None]:
+    """What :func:`memsave.kernels.nodes.wanted` says of arguments like this one."""
+    return [
+        kernels.nodes.wanted((0, 2), args) for args in ((arg, None), (None, torch.ones(2), arg))
+    ]
+
+
+@needs_nodes
+def test_what_is_wanted_of_plain_tensors() -> None:
+    x, y = torch.ones(2, requires_grad=True), torch.ones(2)
+    for arg in (x, nn.Parameter(y), x * 2, torch.ones(3, 2)[:, 0].requires_grad_()):
+        assert seen(arg) == [1, 2]
+        with torch.no_grad():
+            assert seen(arg) == [0, 0]
+    assert seen(y) == seen(None) == seen(torch.arange(3)) == [0, 0]
+    assert kernels.nodes.wanted((0, 2), (x, x, x)) == 3
+    assert kernels.nodes.wanted((1,), (x, y, x)) == 0
+
+
+class FunctionMode(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+class DispatchMode(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+class Subclass(Tensor):
+    pass
+
+
+@needs_nodes
+@pytest.mark.parametrize(
+    "mode",
+    [FunctionMode, DispatchMode, forward_ad.dual_level, lambda: torch.autocast("cpu")],
+    ids=["function mode", "dispatch mode", "forward AD", "autocast"],
+)
+def test_what_is_not_for_nodes_while_it_is_on(mode: Callable[[], Any]) -> None:
+    x = torch.ones(2, requires_grad=True)
+    with mode():
+        assert seen(x) == [None, None]
+    assert seen(x) == [1, 2]
+
+
+@needs_nodes
+def test_what_is_not_for_nodes_inside_of() -> None:
+    x, found = torch.ones(2, requires_grad=True), []
+
+    def layer(_: Tensor) -> Tensor:
+        found.append(seen(x))
+        return _.sum()
+
+    torch.func.grad(layer)(torch.ones(2))
+    torch.vmap(layer)(torch.ones(2))
+    with pytest.warns(DeprecationWarning, match="jit"):
+        torch.jit.trace(layer, torch.ones(2), check_trace=False)
+    assert found == [[None, None]] * 3
+
+
+STRANGE: dict[str, Callable[[], Any]] = {
+    "number": lambda: 1.0,
+    "subclass": lambda: torch.ones(2).as_subclass(Subclass),
+    "complex": lambda: torch.ones(2, dtype=torch.complex64),
+    "negated": lambda: torch.ones(2, dtype=torch.complex64).conj().imag,
+    "sparse": lambda: torch.eye(2).to_sparse(),
+    "meta": lambda: torch.ones(2, device="meta"),
+    "fake": lambda: FakeTensorMode().from_tensor(torch.ones(2)),
+    "of inference": lambda: torch.inference_mode()(torch.ones)(2),
+}
+
+
+@needs_nodes
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize("make", STRANGE.values(), ids=STRANGE)
+def test_what_is_not_for_nodes(make: Callable[[], Any]) -> None:
+    assert seen(make()) == [None, None]
 
 
 P_OF_KEPT = (0.5, 0.1, 1 - 0.1, 2**-53, 1 - 2**-53, 5e-324)

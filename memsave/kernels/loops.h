@@ -8,7 +8,7 @@
 
 /* To be counted up, in native.py too, with each change of what is below or of what Python calls: so that
    nothing runs that was compiled from another state of the sources. */
-enum { INTERFACE = 2 };
+enum { INTERFACE = 3 };
 
 /* What some of the work is, from start to end, and by which thread. */
 typedef void Loop(const void *work, ptrdiff_t start, ptrdiff_t end, ptrdiff_t thread);
@@ -19,6 +19,7 @@ typedef struct {
     void *y;
     uint8_t *bits;
     double a, b;
+    const void *also; /* of loops that read two */
 } Arrays;
 
 /* Sizes of max pooling, by axis: 1 (or no padding) for those that are missing. */

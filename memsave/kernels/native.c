@@ -120,6 +120,28 @@ FROM_BITS(select_int16_t, int16_t, uint16_t, flag ? v : 0)
 FROM_BITS(select_int32_t, int32_t, uint32_t, flag ? v : 0)
 FROM_BITS(select_int64_t, int64_t, uint32_t, flag ? v : 0)
 
+/* exp(u) - 1: with u = n log(2) + r it is 2^n (exp(r) - 1) + 2^n - 1, where the series of exp(r) - 1 has
+   as many terms as a float can tell. */
+static inline float expm1_of(float u) {
+    u = u < -87 ? -87 : u > 88 ? 88 : u; /* (nan stays) */
+    const float round = 12582912, n = u * 1.44269504f + round - round; /* 1.5 * 2^23 */
+    const float r = u - n * 0.693359375f + n * 2.12194440e-4f;
+    const float exponential = r * (1 + r * (1 / 2.f + r * (1 / 6.f + r * (1 / 24.f + r * (1 / 120.f +
+                              r * (1 / 720.f + r * (1 / 5040.f)))))));
+    const uint32_t bits = (uint32_t)((int32_t)n + 127) << 23;
+    float power;
+    memcpy(&power, &bits, 4);
+    return power * exponential + (power - 1);
+}
+
+/* g * (1 - exp(a * kept)). */
+LOOP void rest_float(const void *work, size start, size end, size thread) {
+    ARRAYS(float);
+    const float *kept = arrays->also;
+    (void)bits;
+    EACH for (size i = start; i < end; i++) y[i] = x[i] * -expm1_of(a * kept[i]);
+}
+
 /* Normalization, backwards: gradients of x, weight and bias, from x or from y. Of rows, or of groups
    of channels that have several places each. */
 
@@ -635,7 +657,7 @@ static const Named NORMS[] = {
     NAMED(group_norm_float), NAMED(group_norm_double),
 };
 
-/* Loops over bits: for float, double, bfloat16 and float16; or for elements of 1, 2, 4 and 8 bytes. */
+/* Loops over elements: for float, double, bfloat16 and float16; or for elements of 1, 2, 4 and 8 bytes. */
 #define FLOATS(NAME) {#NAME, 0, {NAME##_float, NAME##_double}}
 static const struct {
     const char *name;
@@ -649,6 +671,7 @@ static const struct {
     FLOATS(hardsigmoid), FLOATS(above), FLOATS(within), FLOATS(not_outside), FLOATS(not_inside),
     FLOATS(scale),
     {"nonzero", 1, {nonzero}},
+    {"rest", 0, {rest_float}},
 };
 enum { SELECT, PART }; /* of these */
 #define COUNT(TABLE) (size)(sizeof TABLE / sizeof *TABLE)

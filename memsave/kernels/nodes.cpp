@@ -5,10 +5,12 @@
    what they leave, are the rules in Python. Bits are those of native.c, by its loops. */
 
 #include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/forward_grad.h>
 #include <torch/csrc/autograd/python_cpp_function.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/Exceptions.h>
+#include <torch/csrc/jit/frontend/tracer.h>
 #include <torch/csrc/utils/object_ptr.h>
 
 #include <ATen/ATen.h>
@@ -16,6 +18,7 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/Parallel.h>
 #include <ATen/PythonTorchFunctionTLS.h>
+#include <ATen/autocast_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <deque>
@@ -55,12 +58,29 @@ Loop *loop_for(int64_t family, at::ScalarType dtype) {
 
 void run(Loop *loop, const Tensor &x, const Tensor &y, const Tensor &bits, double a, double b) {
     const Arrays arrays = {x.const_data_ptr(), y.defined() ? y.mutable_data_ptr() : nullptr,
-                           (uint8_t *)bits.mutable_data_ptr(), a, b};
+                           (uint8_t *)bits.mutable_data_ptr(), a, b, nullptr};
     loops->run(loop, &arrays, x.numel(), at::get_num_threads());
 }
 
-Tensor empty_bits(const Tensor &x) {
-    return at::empty({(x.numel() + 7) / 8}, x.options().dtype(at::kByte));
+/* As at::empty and at::empty_strided, where nobody looks at how tensors are made. */
+Tensor memory(at::IntArrayRef shape, at::ScalarType dtype) {
+    return Tensor(at::detail::empty_cpu(shape, dtype));
+}
+
+Tensor memory(at::IntArrayRef shape, at::IntArrayRef stride, at::ScalarType dtype) {
+    return Tensor(at::detail::empty_strided_cpu(shape, stride, dtype));
+}
+
+Tensor memory_like(const Tensor &x) { return memory(x.sizes(), x.strides(), x.scalar_type()); }
+
+Tensor empty_bits(int64_t elements) { return memory({(elements + 7) / 8}, at::kByte); }
+
+/* An input, of which an operation on its gradient reads the shape alone. */
+Tensor stand_in(const Tensor &g, at::IntArrayRef shape) {
+    if (!is_plain(g) || !is_unobserved()) return at::empty({1}, g.options()).expand(shape);
+    const Tensor x = memory({1}, g.scalar_type());
+    x.unsafeGetTensorImpl()->set_sizes_and_strides(shape, at::DimVector(shape.size(), 0));
+    return x;
 }
 
 /* Whether a loop may read them: hooks of saved tensors may give back anything. */
@@ -78,8 +98,8 @@ Tensor unpack(const Tensor &bits, at::IntArrayRef shape, at::IntArrayRef stride)
 
 /* Backward of activations that are linear in pieces, as native.c has it: what of g passes, and what
    becomes of the rest. */
-enum Family : int64_t { SELECT, PART, SCALE, NONZERO, FAMILIES };
-int64_t family_of[FAMILIES]; /* The last makes bits of booleans. */
+enum Family : int64_t { SELECT, PART, SCALE, NONZERO, REST, FAMILIES };
+int64_t family_of[FAMILIES]; /* The last but one makes bits of booleans, the last is 1 - exp(...). */
 
 Tensor from_bits(Family family, const Tensor &g, const Tensor &bits, at::IntArrayRef stride, double a,
                  double b) {
@@ -92,15 +112,10 @@ Tensor from_bits(Family family, const Tensor &g, const Tensor &bits, at::IntArra
     }
     at::AutoDispatchBelowADInplaceOrView guard;
     Tensor in_order = g;
-    if (g.strides() != stride) in_order = at::empty_strided(g.sizes(), stride, g.options()).copy_(g);
-    Tensor dx = at::empty_strided(g.sizes(), stride, g.options());
+    if (g.strides() != stride) in_order = memory(g.sizes(), stride, g.scalar_type()).copy_(g);
+    const Tensor dx = memory(g.sizes(), stride, g.scalar_type());
     run(loop_for(family_of[family], g.scalar_type()), in_order, dx, bits, a, b);
     return dx;
-}
-
-/* (Without a look at how tensors are made here.) */
-Tensor memory(int64_t elements, at::ScalarType dtype) {
-    return Tensor(at::detail::empty_cpu({elements}, dtype));
 }
 
 /* Bits of whether random numbers are below p, as bernoulli_ says, drawn by random.c from a generator of
@@ -110,7 +125,7 @@ Tensor by_loop(const at::Generator &generator, int64_t elements, double p) {
     at::mt19937 engine = implementation->engine();
     at::mt19937_data_pod state = engine.data();
     if (!engine.is_valid() || state.next_ + state.left_ - 1 > TWISTER_WORDS) return Tensor();
-    const Tensor bits = memory((elements + 7) / 8, at::kByte);
+    const Tensor bits = empty_bits(elements);
     Twister twister = {state.state_.data(), state.next_, state.left_};
     loops->bernoulli(&twister, bits.mutable_data_ptr<uint8_t>(), elements, p);
     state.next_ = twister.next, state.left_ = twister.left;
@@ -123,7 +138,7 @@ Tensor by_loop(const at::Generator &generator, int64_t elements, double p) {
 bool loop_draws_as_torch() {
     static const bool does = [] {
         at::Generator ours = at::detail::createCPUGenerator(0), theirs = at::detail::createCPUGenerator(0);
-        const Tensor kept = memory(999, at::kBool), expected = memory(125, at::kByte);
+        const Tensor kept = memory({999}, at::kBool), expected = empty_bits(999);
         kept.bernoulli_(0.3, theirs);
         run(loop_for(family_of[NONZERO], at::kBool), kept, Tensor(), expected, 0, 0);
         const Tensor bits = by_loop(ours, 999, 0.3);
@@ -155,17 +170,18 @@ Tensor dropout_from_rng_backward(AutogradContext *, const Tensor &);
 Tensor feature_dropout_backward(AutogradContext *, const Tensor &);
 Tensor batch_norm_eval_backward(AutogradContext *, const Tensor &);
 Tensor adjoint_backward(AutogradContext *, const Tensor &);
+Tensor rest_backward(AutogradContext *, const Tensor &);
 Tensor max_pool_backward(AutogradContext *, const Tensor &);
 Tensor instance_norm_backward(AutogradContext *, const Tensor &);
 Tensor cross_entropy_backward(AutogradContext *, const Tensor &);
 Tensor adaptive_max_pool_backward(AutogradContext *, const Tensor &);
 enum Kind : int64_t {
-    BITS, DROPOUT_FROM_RNG, FEATURE_DROPOUT, BATCH_NORM_EVAL, ADJOINT, MAX_POOL, INSTANCE_NORM, CROSS_ENTROPY,
+    BITS, DROPOUT_FROM_RNG, FEATURE_DROPOUT, BATCH_NORM_EVAL, ADJOINT, REST_OF_ONE, MAX_POOL, INSTANCE_NORM, CROSS_ENTROPY,
     ADAPTIVE_MAX_POOL
 };
 Tensor (*const BACKWARD[])(AutogradContext *, const Tensor &) = {
     bits_backward, dropout_from_rng_backward, feature_dropout_backward, batch_norm_eval_backward,
-    adjoint_backward, max_pool_backward, instance_norm_backward, cross_entropy_backward,
+    adjoint_backward, rest_backward, max_pool_backward, instance_norm_backward, cross_entropy_backward,
     adaptive_max_pool_backward};
 
 void remember(AutogradContext *ctx, Made *made) {
@@ -223,6 +239,37 @@ const Tensor *plain(PyObject *x) {
     if (!THPVariable_CheckExact(x) || !is_unobserved()) return nullptr;
     const Tensor &tensor = THPVariable_Unpack(x);
     return is_plain(tensor) && tensor.is_non_overlapping_and_dense() ? &tensor : nullptr;
+}
+
+/* Whether operations mean nothing else now: no transform, no forward-mode AD, no tracing, no autocast. */
+bool is_usual() {
+    using c10::DispatchKey;
+    return is_unobserved() &&
+           !c10::impl::tls_is_dispatch_key_included(DispatchKey::FuncTorchDynamicLayerFrontMode) &&
+           !at::autocast::is_autocast_enabled(at::kCPU) && !torch::jit::tracer::isTracing() &&
+           !torch::autograd::ForwardADLevel::try_get_by_idx(0);
+}
+
+/* Of the arguments at some places, whose gradients are wanted, as bits; None unless all are plain. */
+PyObject *wanted(PyObject *, PyObject *const *args, Py_ssize_t count) {
+    HANDLE_TH_ERRORS
+    TORCH_CHECK_TYPE(count == 2 && PyTuple_Check(args[0]) && PyTuple_Check(args[1]), "wanted takes two tuples");
+    if (!is_usual()) Py_RETURN_NONE;
+    long bits = 0;
+    const bool enabled = at::GradMode::is_enabled();
+    for (Py_ssize_t place = 0, k = 0; place < PyTuple_GET_SIZE(args[1]); place++) {
+        const bool counts = k < PyTuple_GET_SIZE(args[0]) && PyLong_AsLong(PyTuple_GET_ITEM(args[0], k)) == place;
+        PyObject *arg = PyTuple_GET_ITEM(args[1], place);
+        if (arg != Py_None) {
+            if (!THPVariable_CheckExact(arg)) Py_RETURN_NONE;
+            const Tensor &tensor = THPVariable_Unpack(arg);
+            if (!is_plain(tensor) || tensor.is_complex()) Py_RETURN_NONE;
+            if (counts && enabled && tensor.requires_grad()) bits |= 1l << k;
+        }
+        k += counts;
+    }
+    return PyLong_FromLong(bits);
+    END_HANDLE_TH_ERRORS
 }
 
 bool numbers(PyObject *const *args, double *out, int count) {
@@ -290,8 +337,8 @@ PyObject *bits(PyObject *, PyObject *const *args, Py_ssize_t count) {
     {
         pybind11::gil_scoped_release unlocked;
         at::AutoDispatchBelowADInplaceOrView guard;
-        if (!made.y.defined()) made.y = inplace ? *x : at::empty_like(*x);
-        made.kept = {empty_bits(*x)};
+        if (!made.y.defined()) made.y = inplace ? *x : memory_like(*x);
+        made.kept = {empty_bits(x->numel())};
         run(loop, *x, made.y, made.kept[0], number[0], number[1]);
     }
     if (also != Py_None) made.kept.push_back(THPVariable_Unpack(also));
@@ -336,7 +383,7 @@ PyObject *dropout(PyObject *, PyObject *const *args, Py_ssize_t count) {
         at::AutoDispatchBelowADInplaceOrView guard;
         bits = draw(at::detail::getDefaultCPUGenerator(), x->numel(), 1 - p, from_rng ? &state : nullptr);
         if (bits.defined()) {
-            made.y = inplace ? *x : at::empty_like(*x);
+            made.y = inplace ? *x : memory_like(*x);
             run(loop, *x, made.y, bits, factor, 0);
         }
     }
@@ -382,8 +429,8 @@ at::DimVector channels(const Tensor &x) {
     return shape;
 }
 
-Tensor noise_of(const Tensor &bits, at::IntArrayRef shape, double p, at::TensorOptions options) {
-    const Tensor noise = at::empty(shape, options);
+Tensor noise_of(const Tensor &bits, at::IntArrayRef shape, double p, at::ScalarType dtype) {
+    const Tensor noise = memory(shape, dtype);
     const uint8_t *bytes = bits.const_data_ptr<uint8_t>();
     AT_DISPATCH_FLOATING_TYPES(noise.scalar_type(), "feature_dropout", [&] {
         scalar_t *values = noise.mutable_data_ptr<scalar_t>();
@@ -406,7 +453,7 @@ PyObject *feature_dropout(PyObject *, PyObject *const *args, Py_ssize_t count) {
         at::AutoDispatchBelowADInplaceOrView guard;
         const auto shape = channels(*x);
         made.kept = {draw(at::detail::getDefaultCPUGenerator(), shape[0] * shape[1], 1 - p)};
-        if (made.kept[0].defined()) made.y = *x * noise_of(made.kept[0], shape, p, x->options());
+        if (made.kept[0].defined()) made.y = *x * noise_of(made.kept[0], shape, p, x->scalar_type());
     }
     if (!made.y.defined()) Py_RETURN_NONE;
     made.call["p"] = p;
@@ -420,7 +467,7 @@ Tensor feature_dropout_backward(AutogradContext *ctx, const Tensor &g) {
     const auto shape = channels(g);
     if (!are_bits(bits, shape[0] * shape[1]) || !is_unobserved())
         return g * unpack(bits, shape, c10::contiguous_strides(shape)).to(g.scalar_type()).div(1 - p);
-    const Tensor noise = noise_of(bits, shape, p, bits.options().dtype(g.scalar_type()));
+    const Tensor noise = noise_of(bits, shape, p, g.scalar_type());
     if (at::GradMode::is_enabled() || !is_plain(g)) return g * noise;
     at::AutoDispatchBelowADInplaceOrView guard;
     return g * noise;
@@ -499,7 +546,7 @@ PyObject *max_pool(PyObject *, PyObject *const *args, Py_ssize_t count) {
 
 /* Where in its plane each maximum was. */
 Tensor places_of(const Tensor &offsets, const Window &w) {
-    const Tensor in_order = offsets.contiguous(), places = at::empty(offsets.sizes(), at::kLong);
+    const Tensor in_order = offsets.contiguous(), places = memory(offsets.sizes(), at::kLong);
     const uint8_t *offset = in_order.const_data_ptr<uint8_t>();
     int64_t *place = places.mutable_data_ptr<int64_t>();
     const ptrdiff_t all = w.in[0] * w.in[1] * w.in[2];
@@ -626,9 +673,9 @@ Tensor adaptive_max_pool_backward(AutogradContext *ctx, const Tensor &g) {
     const auto kernel = ctx->saved_data.at("kernel").toDimVector();
     const auto shape = ctx->saved_data.at("shape").toDimVector();
     TORCH_CHECK(offsets.dim() == (int64_t)shape.size(), "what was kept has another shape now");
-    const Tensor places = at::empty(offsets.sizes(), at::kLong).copy_(offsets);
+    const Tensor places = memory(offsets.sizes(), at::kLong).copy_(offsets);
     AdaptiveWindows(shape, places.sizes(), kernel).to_places(places);
-    const Tensor x = at::empty({1}, g.options()).expand(shape);
+    const Tensor x = stand_in(g, shape);
     if (kernel.size() == 3) return at::adaptive_max_pool3d_backward(g, x, places);
     if (kernel.size() == 2) return at::adaptive_max_pool2d_backward(g, x, places);
     const Tensor flat = places.unsqueeze(-2);
@@ -638,11 +685,27 @@ Tensor adaptive_max_pool_backward(AutogradContext *ctx, const Tensor &g) {
 /* Batch normalization by constants: the variance, and the weight if there is one. */
 Tensor batch_norm_eval_backward(AutogradContext *ctx, const Tensor &g) {
     const auto kept = ctx->get_saved_variables();
-    Tensor scale = kept[0].add(ctx->saved_data.at("eps").toDouble()).rsqrt();
-    if (kept.size() > 1) scale = scale * kept[1];
+    const double eps = ctx->saved_data.at("eps").toDouble();
     at::DimVector shape(g.dim(), 1);
-    shape[1] = scale.numel();
-    return g * scale.view(shape);
+    shape[1] = kept[0].numel();
+    bool fast = !at::GradMode::is_enabled() && is_plain(g) && is_unobserved();
+    for (const Tensor &one : kept)
+        fast = fast && is_plain(one) && one.is_contiguous() && one.numel() == shape[1] &&
+               one.scalar_type() == g.scalar_type();
+    if (!fast) {
+        const Tensor scale = kept[0].add(eps).rsqrt();
+        return g * (kept.size() > 1 ? scale * kept[1] : scale).view(shape);
+    }
+    at::AutoDispatchBelowADInplaceOrView guard;
+    const Tensor scale = memory(shape, g.scalar_type());
+    AT_DISPATCH_FLOATING_TYPES(g.scalar_type(), "batch_norm_eval", [&] {
+        const scalar_t *var = kept[0].const_data_ptr<scalar_t>();
+        const scalar_t *weight = kept.size() > 1 ? kept[1].const_data_ptr<scalar_t>() : nullptr;
+        scalar_t *by = scale.mutable_data_ptr<scalar_t>();
+        for (int64_t k = 0; k < shape[1]; k++)
+            by[k] = 1 / std::sqrt(var[k] + (scalar_t)eps) * (weight ? weight[k] : 1);
+    });
+    return g * scale;
 }
 
 /* A stock operation whose gradient is a few operations, called by their names, on that of its output. */
@@ -673,7 +736,7 @@ Tensor adjoint_backward(AutogradContext *ctx, const Tensor &given) {
             case 'r': stack.emplace_back(made); break;
             case 'x': {
                 const auto shape = ctx->saved_data.at("shape").toDimVector();
-                const Tensor x = at::empty({1}, g.options()).expand(shape);
+                const Tensor x = stand_in(g, shape);
                 stack.emplace_back(recipe.flat ? x.unsqueeze(-2) : x);
                 break;
             }
@@ -683,6 +746,26 @@ Tensor adjoint_backward(AutogradContext *ctx, const Tensor &given) {
         made = stack[0].toTensor();
     }
     return recipe.flat ? made.squeeze(-2) : made;
+}
+
+/* Of a curve whose slope is 1 - exp(factor * y). */
+Tensor rest_backward(AutogradContext *ctx, const Tensor &g) {
+    const Tensor y = ctx->get_saved_variables()[0];
+    const double factor = ctx->saved_data.at("factor").toDouble();
+    if (at::GradMode::is_enabled() || !is_plain(g) || !is_plain(y) || !is_unobserved())
+        return g * -(y * factor).expm1();
+    at::AutoDispatchBelowADInplaceOrView guard;
+    Loop *loop = loop_for(family_of[REST], y.scalar_type());
+    if (!loop || g.scalar_type() != y.scalar_type() || g.sizes() != y.sizes() || g.strides() != y.strides() ||
+        !y.is_non_overlapping_and_dense()) {
+        Tensor rest = (y * factor).expm1_();
+        if (g.strides() != y.strides()) return g * rest.neg_();
+        return at::addcmul_out(rest, at::zeros({}, g.options()), rest, g, -1);
+    }
+    const Tensor dx = memory_like(g);
+    const Arrays arrays = {g.const_data_ptr(), dx.mutable_data_ptr(), nullptr, factor, 0, y.const_data_ptr()};
+    loops->run(loop, &arrays, g.numel(), at::get_num_threads());
+    return dx;
 }
 
 /* Instance normalization: as torch does it, batch normalization of one example that has all channels. */
@@ -872,7 +955,7 @@ variable_list Norms::norm_backward(AutogradContext *ctx, const variable_list &gs
     const Tensor g = gs[0].contiguous();
     const int64_t threads = g.numel() > GRAIN ? at::get_num_threads() : 1;
     variable_list grads(3);
-    if (wanted[0]) grads[0] = at::empty_like(g);
+    if (wanted[0]) grads[0] = memory_like(g);
     for (int k = 1; k < 3; k++)
         if (wanted[k]) grads[k] = at::zeros({threads, features}, g.options());
     const Tensor inverse = from_y && !groups && kept[WEIGHT].defined() ? kept[WEIGHT].reciprocal() : Tensor();
@@ -932,7 +1015,7 @@ Tensor cross_entropy_backward(AutogradContext *ctx, const Tensor &g) {
     }
     at::AutoDispatchBelowADInplaceOrView guard;
     const int64_t rows = x.size(0), classes = x.size(1), *classed = target.const_data_ptr<int64_t>();
-    const Tensor dx = at::_softmax(x, 1, false), h = at::empty({rows, 1}, x.options());
+    const Tensor dx = at::_softmax(x, 1, false), h = memory({rows, 1}, x.scalar_type());
     AT_DISPATCH_FLOATING_TYPES(x.scalar_type(), "cross_entropy", [&] {
         const scalar_t *of = g.const_data_ptr<scalar_t>();
         scalar_t *each = h.mutable_data_ptr<scalar_t>(), *gradient = dx.mutable_data_ptr<scalar_t>();
@@ -1038,6 +1121,22 @@ PyObject *adjoint(PyObject *, PyObject *const *args, Py_ssize_t count) {
     END_HANDLE_TH_ERRORS
 }
 
+PyObject *rest(PyObject *, PyObject *const *args, Py_ssize_t count) {
+    HANDLE_TH_ERRORS
+    TORCH_CHECK_TYPE(count == 5, "rest takes 5 arguments");
+    const Tensor *x = plain(args[2]);
+    Made made;
+    double factor;
+    if (!x || !numbers(args + 4, &factor, 1)) Py_RETURN_NONE;
+    if (c10::elementSize(x->scalar_type()) < 4 || !x->is_floating_point()) Py_RETURN_NONE;
+    THPObjectPtr array(PyTuple_Pack(1, args[2]));
+    if (!array || !compute(args[1], array, args[3], made.y)) return nullptr;
+    made.kept = {made.y};
+    made.call["factor"] = factor;
+    return layer(args[0], *x, REST_OF_ONE, made);
+    END_HANDLE_TH_ERRORS
+}
+
 /* To Python, as the functions of torch itself. */
 template <typename T>
 void show() {
@@ -1058,8 +1157,8 @@ void show() {
 PyObject *connect(PyObject *, PyObject *args) {
     PyObject *capsule;
     long long families[FAMILIES];
-    if (!PyArg_ParseTuple(args, "OLLLL:connect", &capsule, &families[SELECT], &families[PART],
-                          &families[SCALE], &families[NONZERO]))
+    if (!PyArg_ParseTuple(args, "OLLLLL:connect", &capsule, &families[SELECT], &families[PART],
+                          &families[SCALE], &families[NONZERO], &families[REST]))
         return nullptr;
     loops = (const Loops *)PyCapsule_GetPointer(capsule, LOOPS);
     if (!loops) return nullptr;
@@ -1072,7 +1171,10 @@ PyObject *connect(PyObject *, PyObject *args) {
 
 #define FAST(NAME) (PyCFunction)(void (*)()) NAME, METH_FASTCALL
 PyMethodDef methods[] = {
-    {"connect", connect, METH_VARARGS, "connect(loops, select, part, scale, nonzero): to those of native.c"},
+    {"connect", connect, METH_VARARGS, "connect(loops, select, part, scale, nonzero, rest): to those of native.c"},
+    {"wanted", FAST(wanted),
+     "wanted(places, args): of which of these places gradients are wanted, as bits; None if an argument is "
+     "neither None nor a plain tensor of the CPU, or anything is on that gives operations another meaning"},
     {"bits", FAST(bits),
      "bits(row, x, loop, inplace, low, high, family, a, b, op, args, also): x by a loop (or by op(*args), "
      "if it is not None) that says bits, of which backward makes g, or +0 (family 0); g * a, or +0 (1); "
@@ -1089,6 +1191,7 @@ PyMethodDef methods[] = {
      "norm(row, x, weight | None, bias | None, groups (or 0: over the last axis), from_y, centered, "
      "wants_x, eps | None): layer norm, group norm, or, if not centered, RMS norm"},
     {"cross_entropy", FAST(cross_entropy), "cross_entropy(row, x, target, ignore_index, reduction)"},
+    {"rest", FAST(rest), "rest(row, primal, x, options, factor)"},
     {"batch_norm_eval", FAST(batch_norm_eval),
      "batch_norm_eval(row, primal, (variance, weight | None), args, options, eps): "
      "primal(*args, **options), by constants"},

@@ -22,7 +22,13 @@ NAME = "_nodes_" + re.sub(r"\W", "_", torch.__version__)
 _nodes = importlib.import_module(f".{NAME}", __package__)
 native.check(_nodes)
 _native = native._native
-_nodes.connect(_native.loops, _native.select, _native.part, _native.scale, _native.nonzero)
+LOOPS_OF_NODES = ("select", "part", "scale", "nonzero", "rest")
+_nodes.connect(_native.loops, *(getattr(_native, name) for name in LOOPS_OF_NODES))
+
+#: ``wanted(places, args)``: of the arguments at these places (in order), whose gradients are
+#: wanted, as bits of a number; ``None`` if an argument is neither ``None`` nor a plain tensor of
+#: the CPU, or if anything is on that gives operations another meaning (a mode, autocast, ...).
+wanted = _nodes.wanted
 
 BACKWARD = {"select": 0, "part": 1, "scale": 2}
 
@@ -82,6 +88,11 @@ batch_norm_eval = _nodes.batch_norm_eval
 adjoint = _nodes.adjoint
 
 
+#: ``rest(row, primal, x, options, factor)``: ``y = primal(x, **options)``, a curve whose slope is
+#: ``1 - exp(factor * y)``.
+rest = _nodes.rest
+
+
 @cache
 def recipe(*steps: tuple[Any, ...], flat: bool = False, of_output: bool = False) -> int | None:
     """For :data:`adjoint`: one operation of torch after another, with their arguments.
@@ -123,4 +134,6 @@ __all__ = [
     "max_pool",
     "norm",
     "recipe",
+    "rest",
+    "wanted",
 ]

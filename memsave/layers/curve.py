@@ -29,13 +29,13 @@ def define_curve(
     primal: Callable[..., Tensor],
     gradient: Callable[..., Tensor],
     steps: Callable[..., list[tuple[Any, ...]]] | None = None,
-    most: float = math.inf,
+    node: Callable[..., Tensor | None] | None = None,
 ) -> Callable[..., Tensor]:
     """The rule of a row that reads one array: ``gradient(g, array, **options)``.
 
     Args:
         steps: ``steps(**options)``: the same as :func:`memsave.kernels.nodes.recipe` has it.
-        most: Elements of an input that is left to these steps.
+        node: Of :func:`memsave.function.define`, where there are no steps.
     """
     ((residual,),) = row.reads.values()
     of_output = residual == "y"
@@ -51,13 +51,13 @@ def define_curve(
     def recipe_of(x: Tensor, **options: Any) -> int | None:
         return recipe(*options.items())
 
-    def node(row: str, wrt: Mask, x: Tensor, **options: Any) -> Tensor | None:
-        if options.get("inplace") or x.numel() > most:
+    def by_steps(row: str, wrt: Mask, x: Tensor, **options: Any) -> Tensor | None:
+        if options.get("inplace"):
             return None
         kept = () if of_output else (x,)
         return kernels.nodes.adjoint(row, recipe_of, primal, kept, (x,), options)
 
-    return define(row, primal, bwd, shapes=(), node=None if steps is None else node)
+    return define(row, primal, bwd, shapes=(), node=node if steps is None else by_steps)
 
 
 def _elu(x: Tensor, *, alpha: float, inplace: bool = False) -> Tensor:
@@ -84,9 +84,15 @@ def _times_rest(g: Tensor, exponent: Tensor) -> Tensor:
     return torch.addcmul(g.new_zeros(()), rest, g, value=-1, out=rest)
 
 
-#: The same after ``expm1``, as steps: a pass more, which takes longer than Python of more elements.
-TIMES_REST = (("neg", "r"), ("mul.Tensor", "r", "g"))
-FEW_ELEMENTS = 2**18
+def _softplus_node(
+    row: str, wrt: Mask, x: Tensor, *, beta: float, threshold: float
+) -> Tensor | None:
+    options = {"beta": beta, "threshold": threshold}
+    return kernels.nodes.rest(row, _softplus, x, options, -beta)
+
+
+def _logsigmoid_node(row: str, wrt: Mask, x: Tensor) -> Tensor | None:
+    return kernels.nodes.rest(row, F.logsigmoid, x, {}, 1.0)
 
 
 def _logsigmoid_gradient(g: Tensor, x: Tensor) -> Tensor:
@@ -138,12 +144,7 @@ _softplus_from_output = define_curve(
     _softplus,
     # (It is 1 where softplus is the identity, to rounding.)
     lambda g, y, beta, **_: _times_rest(g, y * -beta),
-    lambda beta, **_: [
-        ("neg", "k") if beta == 1 else ("mul.Scalar", "k", -beta),
-        ("expm1", "r"),
-        *TIMES_REST,
-    ],
-    FEW_ELEMENTS,
+    node=_softplus_node,
 )
 # Stock keeps a buffer as well, on CPU.
 _logsigmoid = define_curve(
@@ -156,8 +157,7 @@ _logsigmoid_from_output = define_curve(
     spec.LOGSIGMOID_FROM_OUTPUT,
     F.logsigmoid,
     _times_rest,
-    lambda: [("expm1", "k"), *TIMES_REST],
-    FEW_ELEMENTS,
+    node=_logsigmoid_node,
 )
 # Stock keeps what it has computed in between.
 _tanhshrink = define_curve(
