@@ -400,7 +400,7 @@ BATCH_NORM_BACKWARD(double)
 /* Max pooling over three spatial axes, where those that are missing have size 1. Several `channels`
    lie beside each other where they are stored last. An offset is an index in the window. */
 
-enum { BLOCK_OF_POOL = 256, FEW_OUTPUTS = 16, MANY_LINES = 32 };
+enum { BLOCK_OF_POOL = 256, FEW_OUTPUTS = 16, MANY_LINES = 32, LONG = 3 /* as simpler steps */ };
 
 typedef struct {
     const void *x; /* or the gradient of y */
@@ -1074,8 +1074,9 @@ static void run_pool(int backwards, int is_double, const void *x, void *y, uint8
     }
     Loop *loop = backwards ? is_double ? unpool_double : unpool_float
                            : is_double ? max_pool_double : max_pool_float;
-    run((Task){loop, &pool, backwards ? planes : planes * out[0] * out[1], 1}, threads,
-        planes * in[0] * in[1] * in[2] * channels);
+    const size rows = planes * out[0] * out[1], volume = kernel[0] * kernel[1] * kernel[2];
+    if (backwards) run((Task){loop, &pool, planes, 1}, threads, planes * in[0] * in[1] * in[2] * channels);
+    else run((Task){loop, &pool, rows, 1}, threads, rows * out[2] * channels * volume * LONG);
 }
 
 static PyObject *pool(PyObject *module, PyObject *args) {
