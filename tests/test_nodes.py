@@ -31,6 +31,7 @@ from memsave.kernels import reference
 from memsave.kernels.reference import Like
 from memsave.spec import TABLE, Layer
 
+F = memsave.functional
 ROWS = [row for row in TABLE.values() if function.RULES[row.name].node is not None]
 every_row = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 
@@ -165,6 +166,48 @@ def test_slopes_that_are_one_less_an_exponential(
     torch.testing.assert_close(
         dx.double(), exact, rtol=2 * torch.finfo(dtype).eps, atol=1e-37, equal_nan=True
     )
+
+
+ADAPTIVE = [
+    ((2, 3, 4096), 3),
+    ((3, 7), (7,)),
+    ((2, 3, 19, 300), (4, 7)),
+    ((3, 19, 40), (None, 1)),
+    ((2, 8, 5, 9, 33), (2, None, 4)),
+]
+
+
+@needs_nodes
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("special", [None, torch.nan, -torch.inf])
+@pytest.mark.parametrize(("shape", "sizes"), ADAPTIVE, ids=str)
+def test_adaptive_max_pooling(
+    shape: tuple[int, ...], sizes: Any, special: float | None, dtype: torch.dtype
+) -> None:
+    """Of windows that differ or are large, with ties, nan, and nothing but -inf."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(shape, generator=generator, dtype=dtype).mul(4).round()
+    if special is not None:
+        x[torch.rand(shape, generator=generator) < (0.02 if special != special else 0.5)] = special
+        x[0].fill_(special)
+    name = f"adaptive_max_pool{len(sizes) if isinstance(sizes, tuple) else 1}d"
+
+    def run(package: Any) -> list[Tensor]:
+        leaf = x.clone().requires_grad_()
+        y = getattr(package, name)(leaf, sizes)
+        assert package is not F or type(y.grad_fn).__name__ == "MemsaveLayerBackward"
+        return [y.detach(), *torch.autograd.grad(y, leaf, helpers.cotangent(y))]
+
+    same(run(F), run(nn.functional), rtol=0, atol=0, layout=True)
+
+
+@pytest.mark.parametrize("sizes", [4.0, (2, 4.0), (2, True), (1, 2, 3), (0, 4), (-1, 2), "2"])
+def test_sizes_that_stock_may_refuse(sizes: Any) -> None:
+    x = torch.randn(2, 3, 40, 52, requires_grad=True)
+    for taken in (4, (2, 4), (2, 1)):  # of which some are equal
+        F.adaptive_max_pool2d(x, taken)
+    expected = helpers.attempt(nn.functional.adaptive_max_pool2d, x, sizes)
+    same(helpers.attempt(F.adaptive_max_pool2d, x, sizes), expected)
 
 
 def test_threads_at_once() -> None:
@@ -318,7 +361,6 @@ def test_hooks_of_saved_tensors_and_freed_graphs() -> None:
         y.sum().backward()
 
 
-F = memsave.functional
 OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
     "dropout": F.dropout,

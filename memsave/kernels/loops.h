@@ -8,7 +8,7 @@
 
 /* To be counted up, in native.py too, with each change of what is below or of what Python calls: so that
    nothing runs that was compiled from another state of the sources. */
-enum { INTERFACE = 3 };
+enum { INTERFACE = 4 };
 
 /* What some of the work is, from start to end, and by which thread. */
 typedef void Loop(const void *work, ptrdiff_t start, ptrdiff_t end, ptrdiff_t thread);
@@ -27,6 +27,15 @@ typedef struct {
     ptrdiff_t in[3], out[3], kernel[3], stride[3], padding[3], dilation[3];
 } Window;
 enum { LARGEST_WINDOW = 256 }; /* in places */
+
+/* Adaptive max pooling of whole planes: sizes by axis (1 for those that are missing), and of each output
+   where in its plane the maximum is. */
+typedef struct {
+    const void *x;
+    void *y;
+    int64_t *places;
+    ptrdiff_t in[3], out[3];
+} Adaptive;
 
 /* Normalization, backwards: gradients of x, weight and bias, from x or from y, of rows. */
 typedef struct {
@@ -62,6 +71,7 @@ typedef struct {
     /* Max pooling of floats or doubles, whose channels are stored last or count as planes; the same. */
     void (*pool)(int backwards, int is_double, const void *x, void *y, uint8_t *offsets, ptrdiff_t planes,
                  ptrdiff_t channels, const Window *window, ptrdiff_t threads);
+    void (*adaptive_pool)(const Adaptive *adaptive, int is_double, ptrdiff_t planes, ptrdiff_t threads);
     /* Rows of floats or doubles, or groups of several places; the same, with these threads. */
     void (*norm)(const Norm *norm, int is_double, int of_groups, ptrdiff_t rows, ptrdiff_t threads);
     void (*bernoulli)(Twister *twister, uint8_t *bits, ptrdiff_t elements, double p);

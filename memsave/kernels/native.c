@@ -552,6 +552,49 @@ static inline size steps(size start, size place, size step) {
         }                                                                               \
     }
 
+/* Adaptive max pooling, for some rows of outputs. Windows of an axis begin where torch rounds k * in / out
+   down, and end where it rounds (k + 1) * in / out up. As there, the last nan is the maximum, if any is. */
+#define ADAPTIVE_MAX_POOL(NAME, T)                                                      \
+    LOOP void NAME(const void *work, size start, size end, size thread) {               \
+        const Adaptive *adaptive = work;                                                \
+        const size *in = adaptive->in, *out = adaptive->out;                            \
+        (void)thread;                                                                   \
+        for (size row = start; row < end; row++) {                                      \
+            const size o1 = row % out[1], o0 = row / out[1] % out[0], plane = row / (out[0] * out[1]); \
+            const size from0 = o0 * in[0] / out[0], from1 = o1 * in[1] / out[1];        \
+            const size to0 = ((o0 + 1) * in[0] + out[0] - 1) / out[0];                  \
+            const size to1 = ((o1 + 1) * in[1] + out[1] - 1) / out[1];                  \
+            const T *x = (const T *)adaptive->x + plane * in[0] * in[1] * in[2];        \
+            for (size o2 = 0; o2 < out[2]; o2++) {                                      \
+                const size from2 = o2 * in[2] / out[2];                                 \
+                const size to2 = ((o2 + 1) * in[2] + out[2] - 1) / out[2];              \
+                T best = (T)-INFINITY;                                                  \
+                size which = (from0 * in[1] + from1) * in[2] + from2;                   \
+                for (size at0 = from0; at0 < to0; at0++)                                \
+                    for (size at1 = from1; at1 < to1; at1++) {                          \
+                        const size line = (at0 * in[1] + at1) * in[2];                  \
+                        T most = (T)-INFINITY;                                          \
+                        int nans = 0;                                                   \
+                        LARGEST(most, nans) for (size k = line + from2; k < line + to2; k++) { \
+                            most = x[k] > most ? x[k] : most;                           \
+                            nans |= x[k] != x[k];                                       \
+                        }                                                               \
+                        if (nans) {                                                     \
+                            for (which = line + to2 - 1; x[which] == x[which];) which--; \
+                            best = x[which];                                            \
+                        } else if (most > best) {                                       \
+                            for (which = line + from2; x[which] != most;) which++;      \
+                            best = most;                                                \
+                        }                                                               \
+                    }                                                                   \
+                ((T *)adaptive->y)[row * out[2] + o2] = best;                           \
+                adaptive->places[row * out[2] + o2] = which;                            \
+            }                                                                           \
+        }                                                                               \
+    }
+ADAPTIVE_MAX_POOL(adaptive_max_pool_float, float)
+ADAPTIVE_MAX_POOL(adaptive_max_pool_double, double)
+
 /* Backwards, for some planes of x. Windows that overlap add up, in the order of the outputs. */
 #define UNPOOL(NAME)                                                                    \
     LOOP void NAME(const void *work, size start, size end, size thread) {               \
@@ -1079,6 +1122,12 @@ static void run_pool(int backwards, int is_double, const void *x, void *y, uint8
     else run((Task){loop, &pool, rows, 1}, threads, rows * out[2] * channels * volume * LONG);
 }
 
+static void run_adaptive_pool(const Adaptive *adaptive, int is_double, size planes, size threads) {
+    const size *in = adaptive->in, *out = adaptive->out;
+    run((Task){is_double ? adaptive_max_pool_double : adaptive_max_pool_float, adaptive,
+               planes * out[0] * out[1], 1}, threads, planes * in[0] * in[1] * in[2]);
+}
+
 static PyObject *pool(PyObject *module, PyObject *args) {
     enum { X, Y, OFFSETS, ALL };
     int backwards;
@@ -1152,7 +1201,8 @@ static int add_names(PyObject *module, const Named *table, size count) {
 }
 
 static int add_loops(PyObject *module) {
-    static const Loops loops = {loop_for, run_over_bits, run_pool, run_norm, memsave_bernoulli};
+    static const Loops loops = {loop_for, run_over_bits,     run_pool, run_adaptive_pool,
+                                run_norm, memsave_bernoulli};
     PyObject *capsule = PyCapsule_New((void *)&loops, LOOPS, NULL);
     const int failed = !capsule || PyModule_AddObjectRef(module, "loops", capsule) < 0;
     Py_XDECREF(capsule);

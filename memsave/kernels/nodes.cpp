@@ -606,6 +606,7 @@ struct AdaptiveWindows {
     }
 
     int64_t places() const { return in[0] * in[1] * in[2]; }
+    int64_t outputs() const { return starts[0].size() * starts[1].size() * starts[2].size(); }
 
     /* Each of some values, by one from the start of its window. */
     template <typename Change>
@@ -647,20 +648,34 @@ struct AdaptiveWindows {
 
 PyObject *adaptive_max_pool(PyObject *, PyObject *const *args, Py_ssize_t count) {
     HANDLE_TH_ERRORS
-    TORCH_CHECK_TYPE(count == 6 && THPVariable_Check(args[2]) && THPVariable_Check(args[3]),
-                     "adaptive_max_pool takes a name, three tensors, sizes and bits");
-    const Tensor *x = plain(args[1]), *y = plain(args[2]), *places = plain(args[3]);
-    const auto sizes = constant(args[4]);
-    const int64_t bits = PyLong_AsLongLong(args[5]);
+    TORCH_CHECK_TYPE(count == 5, "adaptive_max_pool takes a name, a tensor, two tuples and bits");
+    const Tensor *x = plain(args[1]);
+    const auto outputs = constant(args[2]), sizes = constant(args[3]);
+    const int64_t bits = PyLong_AsLongLong(args[4]);
     if (PyErr_Occurred()) return nullptr;
-    if (!x || !y || !places || !places->is_contiguous() || !y->numel() || !sizes) Py_RETURN_NONE;
-    const auto kernel = sizes->toDimVector();
+    if (!x || !x->is_contiguous() || !x->numel() || !outputs || !sizes) Py_RETURN_NONE;
+    if (x->scalar_type() != at::kFloat && x->scalar_type() != at::kDouble) Py_RETURN_NONE;
+    const auto kernel = sizes->toDimVector(), out = outputs->toDimVector();
+    const size_t dims = out.size(), absent = 3 - dims;
     Made made;
     {
+        pybind11::gil_scoped_release unlocked;
         at::AutoDispatchBelowADInplaceOrView guard;
-        AdaptiveWindows(x->sizes(), y->sizes(), kernel).to_offsets(*places);
-        made.y = *y;
-        made.kept = {places->to(bits == 8 ? at::kByte : bits == 16 ? at::kShort : at::kInt)};
+        at::DimVector shape(x->sizes());
+        std::copy(out.begin(), out.end(), shape.end() - dims);
+        made.y = memory(shape, x->scalar_type());
+        const Tensor places = memory(shape, at::kLong);
+        Adaptive work = {x->const_data_ptr(), made.y.mutable_data_ptr(), places.mutable_data_ptr<int64_t>(),
+                         {1, 1, 1}, {1, 1, 1}};
+        int64_t planes = x->numel();
+        for (size_t axis = 0; axis < dims; axis++) {
+            work.in[absent + axis] = x->size(x->dim() - dims + axis);
+            work.out[absent + axis] = out[axis];
+            planes /= work.in[absent + axis];
+        }
+        loops->adaptive_pool(&work, x->scalar_type() == at::kDouble, planes, at::get_num_threads());
+        AdaptiveWindows(x->sizes(), shape, kernel).to_offsets(places);
+        made.kept = {places.to(bits == 8 ? at::kByte : bits == 16 ? at::kShort : at::kInt)};
     }
     made.call["kernel"] = at::IntArrayRef(kernel);
     made.call["shape"] = x->sizes();
@@ -674,12 +689,25 @@ Tensor adaptive_max_pool_backward(AutogradContext *ctx, const Tensor &g) {
     const auto shape = ctx->saved_data.at("shape").toDimVector();
     TORCH_CHECK(offsets.dim() == (int64_t)shape.size(), "what was kept has another shape now");
     const Tensor places = memory(offsets.sizes(), at::kLong).copy_(offsets);
-    AdaptiveWindows(shape, places.sizes(), kernel).to_places(places);
-    const Tensor x = stand_in(g, shape);
-    if (kernel.size() == 3) return at::adaptive_max_pool3d_backward(g, x, places);
-    if (kernel.size() == 2) return at::adaptive_max_pool2d_backward(g, x, places);
-    const Tensor flat = places.unsqueeze(-2);
-    return at::adaptive_max_pool2d_backward(g.unsqueeze(-2), x.unsqueeze(-2), flat).squeeze(-2);
+    const AdaptiveWindows windows(shape, places.sizes(), kernel);
+    windows.to_places(places);
+    if (at::GradMode::is_enabled() || !is_plain(g) || !is_unobserved() || g.sizes() != places.sizes()) {
+        const Tensor x = stand_in(g, shape);
+        if (kernel.size() == 3) return at::adaptive_max_pool3d_backward(g, x, places);
+        if (kernel.size() == 2) return at::adaptive_max_pool2d_backward(g, x, places);
+        const Tensor flat = places.unsqueeze(-2);
+        return at::adaptive_max_pool2d_backward(g.unsqueeze(-2), x.unsqueeze(-2), flat).squeeze(-2);
+    }
+    at::AutoDispatchBelowADInplaceOrView guard;
+    const Tensor dx = memory(shape, g.scalar_type()).zero_(), in_order = g.contiguous();
+    const int64_t *place = places.const_data_ptr<int64_t>(), per_plane = windows.outputs();
+    AT_DISPATCH_FLOATING_TYPES(g.scalar_type(), "adaptive_max_pool", [&] {
+        const scalar_t *given = in_order.const_data_ptr<scalar_t>();
+        scalar_t *plane = dx.mutable_data_ptr<scalar_t>();
+        for (int64_t k = 0; k < g.numel(); k += per_plane, plane += windows.places())
+            for (int64_t j = k; j < k + per_plane; j++) plane[place[j]] += given[j];
+    });
+    return dx;
 }
 
 /* Batch normalization by constants: the variance, and the weight if there is one. */

@@ -72,8 +72,8 @@ dropout = _nodes.dropout
 feature_dropout = _nodes.feature_dropout
 #: ``max_pool(row, x, windows)``, of :class:`memsave.kernels.reference.Windows`.
 max_pool = _nodes.max_pool
-#: ``adaptive_max_pool(row, x, y, places, kernel, bits)``, of what torch makes of ``x``: the output,
-#: and places of maxima, which are overwritten. It keeps them as indices into windows, of such bits.
+#: ``adaptive_max_pool(row, x, outputs, kernel, bits)``: to these sizes; ``kernel`` are those of the
+#: largest window. It keeps where the maxima are, as indices into windows, of such bits.
 adaptive_max_pool = _nodes.adaptive_max_pool
 #: ``instance_norm(row, x, weight, bias, eps)``, without running statistics.
 instance_norm = _nodes.instance_norm

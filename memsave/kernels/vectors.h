@@ -14,19 +14,21 @@
 #endif
 
 /* Elements do not depend on each other, also where y is x; on none of the few before; or only in their
-   sums. */
+   sums, or their largest. */
 #if defined(__GNUC__) /* with -fopenmp-simd */
 #define PRAGMA(TEXT) _Pragma(#TEXT)
 #define EACH PRAGMA(omp simd)
 #define EACH_OF_FEW PRAGMA(omp simd safelen(64))
 #define SUMMED(A, B) PRAGMA(omp simd reduction(+ : A, B))
 #define UNITED(WORD) PRAGMA(omp simd reduction(| : WORD))
+#define LARGEST(MOST, WORD) PRAGMA(omp simd reduction(max : MOST) reduction(| : WORD))
 #define PREFETCH(ADDRESS) __builtin_prefetch(ADDRESS)
 #else
 #define EACH
 #define EACH_OF_FEW
 #define SUMMED(A, B)
 #define UNITED(WORD)
+#define LARGEST(MOST, WORD)
 #define PREFETCH(ADDRESS) (void)(ADDRESS)
 #endif
 

@@ -18,7 +18,6 @@ from torch.compiler import is_dynamo_compiling
 
 from .. import kernels, spec
 from ..function import Grads, Mask, Saved, Shapes, define, is_plain_gradient
-from ..kernels.memory import has_memory
 from ..kernels.reference import Windows
 from .module import drop_in
 from .shape import Ints, channels_last, per_axis, remembered
@@ -235,8 +234,20 @@ def _adaptive_window(inputs: torch.Size, outputs: torch.Size, **_: Any) -> Windo
 
 
 @remembered
-def _adaptive_kernel(inputs: torch.Size, outputs: torch.Size) -> tuple[int, ...]:
-    return tuple(spec.adaptive_kernel(inputs, outputs))
+def _adaptive_sizes(
+    inputs: torch.Size, output_size: Any, types: Any
+) -> tuple[tuple[int, ...], tuple[int, ...], int] | None:
+    """Sizes of the outputs and of the largest window, and the bits of an offset; ``None`` of what
+    stock may refuse. (Two that are equal are of the same types.)
+    """
+    given = per_axis(output_size, len(inputs)) if isinstance(output_size, int | tuple) else []
+    if len(given) != len(inputs):
+        return None
+    outputs = [size if out is None else out for size, out in zip(inputs, given, strict=True)]
+    if {*map(type, outputs)} != {int} or min(outputs) < 1:
+        return None
+    kernel = spec.adaptive_kernel(inputs, outputs)
+    return tuple(outputs), tuple(kernel), spec.offset_bits(kernel)
 
 
 def _define(
@@ -261,12 +272,12 @@ def _define(
             y = kernels.nodes.max_pool(row, x, windows)
             if y is not None:
                 return y
-        if not adaptive or not x.is_contiguous() or not has_memory(x, x.stride()):
+        if not adaptive:
             return None
-        y, places = primal(x.detach(), **{**options, "return_indices": True})
-        kernel = _adaptive_kernel(x.shape[-dims:], y.shape[-dims:])
-        bits = spec.offset_bits(kernel)
-        return kernels.nodes.adaptive_max_pool(row, x, y, places, kernel, bits)
+        given = options["output_size"]
+        types = tuple(map(type, given)) if type(given) is tuple else type(given)
+        sizes = _adaptive_sizes(x.shape[-dims:], given, types)
+        return sizes and kernels.nodes.adaptive_max_pool(row, x, *sizes)
 
     return define(row, primal, bwd, fwd, compiled=compiled, shapes=("x",), node=node)
 
