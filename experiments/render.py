@@ -110,7 +110,7 @@ def _summary(experiment: Experiment[Any, Any], records: list[Record]) -> Iterabl
     records = [record for record in records if experiment.summarized(record.case)]
     yield (experiment.summary or experiment.table)(records)
     commands = dict.fromkeys(record.settings["command"] for record in records)
-    devices = dict.fromkeys(record.settings["device"] for record in records)
+    devices = dict.fromkeys(_device(record) for record in records)
     yield f"({'; '.join(f'`.venv/bin/{c}`' for c in commands)}, on {', '.join(devices)})"
 
 
@@ -131,6 +131,11 @@ def _section(
 
 
 def _versions(record: Record) -> str:
-    hidden = ("size", "command", "source", "device")
+    hidden = ("size", "command", "source", "device", "processor")
     said = [f"{name} {value}" for name, value in record.settings.items() if name not in hidden]
-    return f"{', '.join(said)} on {record.settings['device']}"
+    return f"{', '.join(said)} on {_device(record)}"
+
+
+def _device(record: Record) -> str:
+    model = record.settings.get("processor")  # of which older records do not tell
+    return record.settings["device"] + (f" ({model})" if model else "")

@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -42,6 +43,7 @@ def settings(backend: str) -> dict[str, Any]:
         "python": platform.python_version(),
         **{name: version(name) for name in libraries},
         "device": device(backend),
+        "processor": processor(),
         "threads": int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1)),
         "source": _source(),
     }
@@ -57,6 +59,14 @@ def device(backend: str) -> str:
     import torch
 
     return torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
+
+
+def processor() -> str:
+    """The model, where the system names it."""
+    models = Path("/proc/cpuinfo")
+    text = models.read_text() if models.exists() else ""
+    found = re.search(r"^model name\s*: (.+)", text, re.MULTILINE)
+    return found[1].strip() if found else platform.processor()
 
 
 @cache

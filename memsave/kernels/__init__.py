@@ -16,7 +16,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
@@ -79,16 +78,9 @@ unpack = reference.unpack
 
 
 def bernoulli(x: Tensor, like: reference.Like, p: float) -> Tensor:
-    """The bits of ``torch.empty_like(x).bernoulli_(p)``, in the order of ``like``: that of ``x``,
-    if it is dense, or that of what this is.
-    """
-    if nodes is not None and not is_dynamo_compiling():
-        bits = nodes.bernoulli(x, p)
-        if bits is not None:
-            return bits
-    # On CPU the numbers do not depend on the dtype that they are drawn in; elsewhere they may.
-    kept = torch.empty_like(x, dtype=torch.bool if x.device.type == "cpu" else x.dtype)
-    return pack(kept.bernoulli_(p).bool(), like)
+    """As that of the reference."""
+    bits = None if nodes is None or is_dynamo_compiling() else nodes.bernoulli(x, p)
+    return reference.bernoulli(x, like, p, pack) if bits is None else bits
 
 
 __all__ = [

@@ -221,6 +221,17 @@ def pack(mask: Tensor, like: Like) -> Tensor:
     return flat.view(torch.int64).mul_(GATHER).bitwise_right_shift_(56).to(torch.uint8)
 
 
+def bernoulli(
+    x: Tensor, like: Like, p: float, pack: Callable[[Tensor, Like], Tensor] = pack
+) -> Tensor:
+    """The bits of ``torch.empty_like(x).bernoulli_(p)``, in the order of ``like``: that of ``x``,
+    if it is dense, or that of what this is.
+    """
+    # On CPU the numbers do not depend on the dtype that they are drawn in; elsewhere they may.
+    kept = torch.empty_like(x, dtype=torch.bool if x.device.type == "cpu" else x.dtype)
+    return pack(kept.bernoulli_(p).bool(), like)
+
+
 def unpack(bits: Tensor, like: Like, on: float, dtype: torch.dtype, off: float = 0) -> Tensor:
     """A fresh tensor of ``like``'s shape and layout: ``on`` where a bit is set, else ``off``."""
     if torch.compiler.is_compiling():
