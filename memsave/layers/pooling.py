@@ -159,8 +159,13 @@ def _windows(
     # Stock refuses a float that is equal to an integer.
     types: tuple[Any, ...] = tuple(map(type, options))
     if tuple in types:
-        types = tuple(tuple(map(type, one)) if type(one) is tuple else type(one) for one in options)
+        types = tuple(map(_types, options))
     return _windows_of(inputs, *options, types)
+
+
+def _types(option: Any) -> Any:
+    """Of an option, or of those for each axis: what a look-up does not tell apart."""
+    return tuple(map(type, option)) if type(option) is tuple else type(option)
 
 
 @remembered
@@ -275,8 +280,7 @@ def _define(
         if not adaptive:
             return None
         given = options["output_size"]
-        types = tuple(map(type, given)) if type(given) is tuple else type(given)
-        sizes = _adaptive_sizes(x.shape[-dims:], given, types)
+        sizes = _adaptive_sizes(x.shape[-dims:], given, _types(given))
         return sizes and kernels.nodes.adaptive_max_pool(row, x, *sizes)
 
     return define(row, primal, bwd, fwd, compiled=compiled, shapes=("x",), node=node)
