@@ -26,9 +26,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import memsave.functional
 import memsave.nn
+from experiments.measure import peak_bytes
 from memsave import function, kernels
 from memsave.kernels import reference
 from memsave.kernels.reference import Like
+from memsave.layers.norm import LARGEST_RATIO, is_invertible
 from memsave.spec import TABLE, Layer
 
 F = memsave.functional
@@ -121,6 +123,57 @@ def test_loops_of_several_threads(
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("size", [64, 65, 1000, 32768, 65536, 98304, 98305, 98304 + 128])
+def test_zeros_of_softshrink_have_the_signs_of_torch(size: int, threads: int) -> None:
+    """Those of ``x`` where torch fills no vectors, + elsewhere."""
+    x = torch.randn(size, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        y, expected = F.softshrink(x), nn.functional.softshrink(x)
+    finally:
+        torch.set_num_threads(before)
+    assert y.grad_fn.name() == "MemsaveSoftshrinkBackward"  # type: ignore[union-attr]
+    assert y.view(torch.int32).equal(expected.view(torch.int32))
+
+
+INVERTIBLE = [
+    (True, torch.ones(6), None),
+    (True, torch.ones(6), torch.full((6,), -16.0)),
+    (True, torch.full((6,), torch.nan), torch.ones(6)),
+    (True, None, None),
+    (False, None, torch.ones(6)),
+    (False, torch.tensor([1.0, 1, 1, 1, 1, 0]), None),
+    (False, torch.tensor([1.0, -1, 1, 1, 0, 1]), torch.zeros(6)),
+    (False, torch.ones(6), torch.tensor([0.0, 0, -16.1, 0, 0, 0])),
+    (False, torch.tensor([3, 3, -2.0, 3, 3, 3]), torch.full((6,), 40.0)),
+]
+
+
+@needs_nodes
+@pytest.mark.parametrize(("expected", "weight", "bias"), INVERTIBLE)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_what_is_invertible_at_a_look(
+    expected: bool, weight: Tensor | None, bias: Tensor | None, dtype: torch.dtype
+) -> None:
+    """As the rule says, which looks once."""
+    weight, bias = (None if t is None else t.to(dtype) for t in (weight, bias))
+    x = torch.randn(2, 6, dtype=dtype)
+
+    def look(x: Tensor, shape: tuple[int, ...] = (6,)) -> bool:
+        return kernels.nodes.is_invertible(x, shape, weight, bias, LARGEST_RATIO)
+
+    assert is_invertible(x, weight, bias) == look(x) == expected
+    if weight is not None:
+        others = (x.half(), x.to("meta"), x[:, :5], nn.Parameter(x), x.reshape(2, 2, 3))
+        assert [look(other) for other in others] == [False, False, False, expected, False]
+    assert not look(x, (5,))
+    assert not look(x, (2, 6))
+    with torch.no_grad():
+        assert not look(x)
+
+
 @needs_nodes
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -208,6 +261,121 @@ def test_sizes_that_stock_may_refuse(sizes: Any) -> None:
         F.adaptive_max_pool2d(x, taken)
     expected = helpers.attempt(nn.functional.adaptive_max_pool2d, x, sizes)
     same(helpers.attempt(F.adaptive_max_pool2d, x, sizes), expected)
+
+
+def of_other_memory(array: Any) -> Any:
+    """A function whose gradient is in memory that others may read, with no reference to it."""
+
+    class Given(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, y: Tensor) -> Tensor:
+            return y.clone()
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> Tensor:  # type: ignore[override]
+            return torch.from_numpy(array)
+
+    return Given.apply
+
+
+def given(x: Tensor, y: Tensor, g: Tensor) -> Tensor:
+    y.backward(g)
+    return g
+
+
+def hooked(x: Tensor, y: Tensor, g: Tensor) -> Tensor:
+    held: list[Tensor] = []
+    y.register_hook(held.append)
+    (y * 1).backward(g)
+    return held[0]
+
+
+def retained(x: Tensor, y: Tensor, g: Tensor) -> Tensor:
+    y.retain_grad()
+    (y * 1).backward(g)
+    assert y.grad is not None
+    return y.grad
+
+
+def asked_for(x: Tensor, y: Tensor, g: Tensor) -> Tensor:
+    held, x.grad = torch.autograd.grad(y * 1, [y, x], g)
+    return held
+
+
+def of_another_too(x: Tensor, y: Tensor, g: Tensor) -> Tensor:
+    other = torch.zeros_like(g, requires_grad=True)
+    ((y + other) * 1).backward(g)
+    assert other.grad is not None
+    return other.grad
+
+
+def of_a_part(x: Tensor, y: Tensor, g: Tensor) -> Tensor:
+    both = torch.stack([g, g])
+    torch.stack([y, torch.zeros_like(y)]).backward(both)
+    return both[0]
+
+
+def of_numpy(x: Tensor, y: Tensor, g: Tensor) -> Tensor:
+    of_other_memory(g.numpy())(y).sum().backward()
+    return g
+
+
+def alike(x: Tensor, y: Tensor, g: Tensor) -> Tensor:
+    (y.sum() * 0.5).backward()
+    return g
+
+
+def normed(cls: type[nn.Module]) -> nn.Module:
+    """(Whose weights are no powers of two.)"""
+    layer = cls(16)
+    nn.init.uniform_(layer.weight, 0.5, 1.5)  # type: ignore[arg-type]
+    return layer
+
+
+TAKE_MEMORY = [
+    memsave.nn.ReLU(),
+    memsave.nn.LeakyReLU(0.3),
+    memsave.nn.Dropout(0.3),
+    memsave.nn.Dropout2d(0.3),
+    memsave.nn.SoftplusFromOutput(),
+    normed(memsave.nn.BatchNorm2d).eval(),
+    normed(memsave.nn.LayerNormFromOutput),
+    normed(memsave.nn.RMSNorm),
+]
+
+
+@needs_nodes
+@pytest.mark.parametrize("layer", TAKE_MEMORY, ids=str)
+def test_a_gradient_takes_the_memory_of_one_that_nobody_has(layer: nn.Module) -> None:
+    layer.requires_grad_(isinstance(layer, memsave.nn.RMSNorm))
+    x = torch.randn(64, 16, 16, 16, requires_grad=True)
+    y, g = layer(x) * 2, torch.randn(64, 16, 16, 16)
+    size = g.nbytes
+    assert size <= peak_bytes(lambda: torch.autograd.grad(y, x, g)) < 1.1 * size
+
+
+@needs_nodes
+@pytest.mark.parametrize("layer", TAKE_MEMORY, ids=str)
+@pytest.mark.parametrize(
+    "backward",
+    [given, hooked, retained, asked_for, of_another_too, of_a_part, of_numpy, alike],
+)
+def test_a_gradient_that_somebody_has_stays_as_it_is(
+    layer: nn.Module, backward: Callable[[Tensor, Tensor, Tensor], Tensor]
+) -> None:
+    layer.requires_grad_(isinstance(layer, memsave.nn.RMSNorm))
+    g = torch.randn(2, 16, 4, 16, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(2, 16, 4, 16, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    torch.manual_seed(2)
+    same(backward(x, layer(x), g.clone()), g, rtol=0, atol=0)
+    dx = x.grad
+
+    stock = copy.copy(layer)
+    (stock.__class__,) = type(layer).__bases__
+    x.grad = None
+    torch.manual_seed(2)
+    backward(x, stock(x), g.clone())
+    same(dx, x.grad, rtol=1e-5, atol=1e-6)
 
 
 def test_threads_at_once() -> None:

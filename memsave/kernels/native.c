@@ -81,6 +81,8 @@ static inline size at_most(size a, size b) { return a < b ? a : b; }
     TO_BITS(threshold_##T, T, WORD, flag = !(v <= a); y[j] = v <= a ? b : v)            \
     TO_BITS(hardshrink_##T, T, WORD, flag = !((v >= a) & (v <= b));                     \
             y[j] = (v >= a) & (v <= b) ? 0 : v)                                         \
+    TO_BITS(softshrink_##T, T, WORD, flag = !((v >= a) & (v <= b)); const T w = v < a ? v - a : v - b; \
+            y[j] = (v >= a) & (v <= b) ? 0 : w)                                         \
     TO_BITS(hardsigmoid_##T, T, WORD, flag = (v > a) & (v < b); const T w = v - a;      \
             y[j] = (w < 0 ? 0 : w > b - a ? b - a : w) / (b - a))                       \
     TO_BITS(above_##T, T, WORD, flag = v > a)                                           \
@@ -159,7 +161,7 @@ static inline uint16_t to_bfloat16(float value) {
 }
 
 #define NORM(NAME, T, STORED, LOAD, STORE)                                              \
-    LOOP void NAME(const void *work, size start, size end, size thread) {               \
+    WIDE_LOOP void NAME(const void *work, size start, size end, size thread) {          \
         const Norm *norm = work;                                                        \
         const size n = norm->features;                                                  \
         const T *weight = norm->weight, *bias = norm->bias, *mean = norm->mean;         \
@@ -711,8 +713,8 @@ static const struct {
     FLOATS(part),
     {"relu", 0, {relu_float, relu_double, relu_bfloat16, relu_float16}},
     FLOATS(leaky_relu), FLOATS(hardtanh), FLOATS(threshold), FLOATS(hardshrink),
-    FLOATS(hardsigmoid), FLOATS(above), FLOATS(within), FLOATS(not_outside), FLOATS(not_inside),
-    FLOATS(scale),
+    FLOATS(softshrink), FLOATS(hardsigmoid), FLOATS(above), FLOATS(within), FLOATS(not_outside),
+    FLOATS(not_inside), FLOATS(scale),
     {"nonzero", 1, {nonzero}},
     {"rest", 0, {rest_float}},
 };

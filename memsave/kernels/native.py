@@ -22,7 +22,7 @@ from .memory import FORMATS, in_order
 from .reference import PIECES, TESTS, Like, Rows, Windows
 
 #: That of loops.h.
-INTERFACE = 4
+INTERFACE = 5
 
 
 def check(module: ModuleType) -> None:
@@ -52,6 +52,10 @@ _native.connect(
 
 are_arrays = _native.are_arrays
 
+#: Of torch: of no more elements, a loop is left to one thread; and a multiple of what a loop of
+#: torch's takes at once, of any dtype and instruction set.
+GRAIN, ELEMENTS_OF_VECTORS = 32768, 64
+
 DTYPES = {torch.float32: "float", torch.float64: "double"}
 
 
@@ -60,8 +64,7 @@ def _loops(name: str) -> dict[torch.dtype, int]:
     return {dtype: getattr(_native, f"{name}_{suffix}") for dtype, suffix in DTYPES.items()}
 
 
-#: (Of softshrink, the sign of a zero depends on how torch comes by it.)
-PIECEWISE = {name: getattr(_native, name) for name in PIECES if name != "softshrink"}
+PIECEWISE = {name: getattr(_native, name) for name in PIECES}
 COMPARE = {test: getattr(_native, test) for test in TESTS}
 
 
@@ -74,11 +77,19 @@ select = partial(_native.from_bits, _native.part)
 scale = partial(_native.from_bits, _native.scale)
 
 
+def fills_vectors(x: Tensor) -> bool:
+    """Whether torch leaves no elements of a thread over, as too few for a vector. (In softshrink
+    they give zeros that have the sign of ``x``.)
+    """
+    threads = min(torch.get_num_threads(), -(-x.numel() // GRAIN)) or 1
+    return x.numel() % (threads * ELEMENTS_OF_VECTORS) == 0
+
+
 def piecewise(
     x: Tensor, inplace: bool, name: str, low: float, high: float
 ) -> tuple[Tensor, Tensor] | None:
     """The output and the bits in one pass (or the bits, where torch has to compute the output)."""
-    if name in PIECEWISE:
+    if name != "softshrink" or fills_vectors(x):
         return _native.to_bits(PIECEWISE[name], x, inplace, None, low, high)
     op, test = PIECES[name]
     within, *bounds = test(low, high)

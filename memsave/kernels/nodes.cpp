@@ -20,6 +20,7 @@
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <deque>
 
@@ -73,6 +74,34 @@ Tensor memory(at::IntArrayRef shape, at::IntArrayRef stride, at::ScalarType dtyp
 
 Tensor memory_like(const Tensor &x) { return memory(x.sizes(), x.strides(), x.scalar_type()); }
 
+/* Whether only the node that is running has g, dense and in memory of torch's own, so that what it makes
+   of g may take its place. (As torch's accumulation of gradients does. Who gave g, a hook, another branch
+   of the graph: each would have a reference.) */
+bool is_ours(const Tensor &g) {
+    return g.use_count() == 1 && g.storage().use_count() == 1 && g.is_non_overlapping_and_dense() &&
+           g.storage().data_ptr().get_deleter() == c10::GetCPUAllocator()->raw_deleter();
+}
+
+/* For a gradient that is laid out as g and reads none of its elements after it has written it. */
+Tensor memory_for(const Tensor &g) { return is_ours(g) ? g : memory_like(g); }
+
+Tensor times(const Tensor &g, const Tensor &factor) { return is_ours(g) ? g.mul_(factor) : g * factor; }
+
+/* As Tensor::to, but that a few take no longer than to write them. */
+Tensor as_integers(const Tensor &x, at::ScalarType dtype) {
+    const bool are_integers = at::isIntegralType(x.scalar_type(), false) && at::isIntegralType(dtype, false);
+    if (x.scalar_type() == dtype || !are_integers || !is_plain(x) || !x.is_contiguous() || x.numel() > GRAIN) return x.to(dtype);
+    const Tensor y = memory(x.sizes(), dtype);
+    AT_DISPATCH_INTEGRAL_TYPES(x.scalar_type(), "as_integers", [&] {
+        const scalar_t *from = x.const_data_ptr<scalar_t>();
+        AT_DISPATCH_INTEGRAL_TYPES(dtype, "as_integers", [&] {
+            std::transform(from, from + x.numel(), y.mutable_data_ptr<scalar_t>(),
+                           [](auto value) { return (scalar_t)value; });
+        });
+    });
+    return y;
+}
+
 Tensor empty_bits(int64_t elements) { return memory({(elements + 7) / 8}, at::kByte); }
 
 /* An input, of which an operation on its gradient reads the shape alone. */
@@ -111,10 +140,9 @@ Tensor from_bits(Family family, const Tensor &g, const Tensor &bits, at::IntArra
         return family == PART ? selected * a : selected;
     }
     at::AutoDispatchBelowADInplaceOrView guard;
-    Tensor in_order = g;
-    if (g.strides() != stride) in_order = memory(g.sizes(), stride, g.scalar_type()).copy_(g);
-    const Tensor dx = memory(g.sizes(), stride, g.scalar_type());
-    run(loop_for(family_of[family], g.scalar_type()), in_order, dx, bits, a, b);
+    const bool in_order = g.strides() == stride;
+    const Tensor dx = in_order ? memory_for(g) : memory(g.sizes(), stride, g.scalar_type()).copy_(g);
+    run(loop_for(family_of[family], g.scalar_type()), in_order ? g : dx, dx, bits, a, b);
     return dx;
 }
 
@@ -197,7 +225,7 @@ struct Layer : Function<Layer> {
         return made->y;
     }
 
-    static variable_list backward(AutogradContext *ctx, variable_list gs) {
+    static variable_list backward(AutogradContext *ctx, const variable_list &gs) {
         if (!gs[0].defined()) return variable_list(2);
         /* The caller may run backward under autocast; gradients have the dtypes of forward. */
         const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
@@ -470,7 +498,7 @@ Tensor feature_dropout_backward(AutogradContext *ctx, const Tensor &g) {
     const Tensor noise = noise_of(bits, shape, p, g.scalar_type());
     if (at::GradMode::is_enabled() || !is_plain(g)) return g * noise;
     at::AutoDispatchBelowADInplaceOrView guard;
-    return g * noise;
+    return times(g, noise);
 }
 
 /* Max pooling. A window is as many integers. */
@@ -675,7 +703,7 @@ PyObject *adaptive_max_pool(PyObject *, PyObject *const *args, Py_ssize_t count)
         }
         loops->adaptive_pool(&work, x->scalar_type() == at::kDouble, planes, at::get_num_threads());
         AdaptiveWindows(x->sizes(), shape, kernel).to_offsets(places);
-        made.kept = {places.to(bits == 8 ? at::kByte : bits == 16 ? at::kShort : at::kInt)};
+        made.kept = {as_integers(places, bits == 8 ? at::kByte : bits == 16 ? at::kShort : at::kInt)};
     }
     made.call["kernel"] = at::IntArrayRef(kernel);
     made.call["shape"] = x->sizes();
@@ -733,7 +761,7 @@ Tensor batch_norm_eval_backward(AutogradContext *ctx, const Tensor &g) {
         for (int64_t k = 0; k < shape[1]; k++)
             by[k] = 1 / std::sqrt(var[k] + (scalar_t)eps) * (weight ? weight[k] : 1);
     });
-    return g * scale;
+    return times(g, scale);
 }
 
 /* A stock operation whose gradient is a few operations, called by their names, on that of its output. */
@@ -761,6 +789,7 @@ Tensor adjoint_backward(AutogradContext *ctx, const Tensor &given) {
         for (size_t k = 0; k < step.args.size(); k++) switch (step.kinds[k]) {
             case 'g': stack.emplace_back(g); break;
             case 'k': stack.emplace_back(kept.at(0)); break;
+            case 'i': stack.emplace_back(as_integers(kept.at(0), at::kInt)); break;
             case 'r': stack.emplace_back(made); break;
             case 'x': {
                 const auto shape = ctx->saved_data.at("shape").toDimVector();
@@ -790,7 +819,7 @@ Tensor rest_backward(AutogradContext *ctx, const Tensor &g) {
         if (g.strides() != y.strides()) return g * rest.neg_();
         return at::addcmul_out(rest, at::zeros({}, g.options()), rest, g, -1);
     }
-    const Tensor dx = memory_like(g);
+    const Tensor dx = memory_for(g);
     const Arrays arrays = {g.const_data_ptr(), dx.mutable_data_ptr(), nullptr, factor, 0, y.const_data_ptr()};
     loops->run(loop, &arrays, g.numel(), at::get_num_threads());
     return dx;
@@ -875,6 +904,7 @@ struct Norms : Function<Norms> {
 };
 
 enum Kept { ARRAY, RSTD, WEIGHT, BIAS };
+enum { MOST_FEATURES = 16384 }; /* of parameters whose values are looked at by each call */
 
 PyObject *norm(PyObject *, PyObject *const *args, Py_ssize_t count) {
     HANDLE_TH_ERRORS
@@ -930,6 +960,38 @@ PyObject *norm(PyObject *, PyObject *const *args, Py_ssize_t count) {
     END_HANDLE_TH_ERRORS
 }
 
+/* Of a norm over the last axis: whether its output tells the normalized input, as no weight is zero, or
+   smaller than its bias by more than a factor. No, too, where it takes more than a look to say so. */
+PyObject *is_invertible(PyObject *, PyObject *const *args, Py_ssize_t count) {
+    HANDLE_TH_ERRORS
+    TORCH_CHECK_TYPE(count == 5 && PyTuple_Check(args[1]), "is_invertible takes 5 arguments");
+    const Tensor *x = plain(args[0]), *vectors[2] = {};
+    double factor;
+    if (!x || !is_usual() || !at::GradMode::is_enabled() || !numbers(args + 4, &factor, 1)) Py_RETURN_FALSE;
+    if (!x->dim() || x->size(-1) > MOST_FEATURES || PyTuple_GET_SIZE(args[1]) != 1) Py_RETURN_FALSE;
+    const int64_t features = x->size(-1);
+    if (PyLong_AsLongLong(PyTuple_GET_ITEM(args[1], 0)) != features) return PyErr_Clear(), Py_NewRef(Py_False);
+    if (x->scalar_type() != at::kFloat && x->scalar_type() != at::kDouble) Py_RETURN_FALSE;
+    for (int k = 0; k < 2; k++) {
+        if (args[2 + k] == Py_None) continue;
+        const Tensor *vector = vectors[k] = plain(args[2 + k]);
+        if (!vector || vector->scalar_type() != x->scalar_type() || !vector->is_contiguous() ||
+            vector->sizes() != at::IntArrayRef(features))
+            Py_RETURN_FALSE;
+    }
+    if (!vectors[0]) return PyBool_FromLong(!vectors[1]);
+    bool is = true;
+    AT_DISPATCH_FLOATING_TYPES(x->scalar_type(), "is_invertible", [&] {
+        const scalar_t *weight = vectors[0]->const_data_ptr<scalar_t>();
+        const scalar_t *bias = vectors[1] ? vectors[1]->const_data_ptr<scalar_t>() : nullptr;
+        for (int64_t k = 0; k < features; k++) is &= weight[k] != 0;
+        for (int64_t k = 0; bias && k < features; k++)
+            is &= !(std::abs(bias[k]) > (scalar_t)factor * std::abs(weight[k]));
+    });
+    return PyBool_FromLong(is);
+    END_HANDLE_TH_ERRORS
+}
+
 /* By operations that have derivatives: of (n, groups, k, places). */
 variable_list norm_by_operations(const variable_list &gs, const variable_list &kept, const bool *wanted,
                                  int64_t groups, bool from_y, bool centered) {
@@ -980,10 +1042,11 @@ variable_list Norms::norm_backward(AutogradContext *ctx, const variable_list &gs
     if (!fast) return norm_by_operations(gs, kept, wanted, groups, from_y, centered);
 
     at::AutoDispatchBelowADInplaceOrView guard;
-    const Tensor g = gs[0].contiguous();
+    const Tensor copied = gs[0].is_contiguous() ? Tensor() : gs[0].contiguous();
+    const Tensor &g = copied.defined() ? copied : gs[0];
     const int64_t threads = g.numel() > GRAIN ? at::get_num_threads() : 1;
     variable_list grads(3);
-    if (wanted[0]) grads[0] = memory_like(g);
+    if (wanted[0]) grads[0] = memory_for(g);
     for (int k = 1; k < 3; k++)
         if (wanted[k]) grads[k] = at::zeros({threads, features}, g.options());
     const Tensor inverse = from_y && !groups && kept[WEIGHT].defined() ? kept[WEIGHT].reciprocal() : Tensor();
@@ -1102,10 +1165,13 @@ PyObject *recipe(PyObject *, PyObject *given) {
 /* What is kept, if it is plain. */
 bool keep(PyObject *tensors, variable_list &kept) {
     for (Py_ssize_t k = 0; k < PyTuple_GET_SIZE(tensors); k++) {
-        PyObject *one = PyTuple_GET_ITEM(tensors, k);
+        PyObject *one = PyTuple_GET_ITEM(tensors, k), *dtype = nullptr;
         if (one == Py_None) continue;
+        if (PyTuple_CheckExact(one) && !PyArg_ParseTuple(one, "OO!:kept", &one, &THPDtypeType, &dtype))
+            throw python_error();
         if (!THPVariable_CheckExact(one) || !is_plain(THPVariable_Unpack(one))) return false;
-        kept.push_back(THPVariable_Unpack(one));
+        const Tensor &tensor = THPVariable_Unpack(one);
+        kept.push_back(dtype ? as_integers(tensor, ((THPDtype *)dtype)->scalar_type) : tensor);
     }
     return true;
 }
@@ -1218,6 +1284,10 @@ PyMethodDef methods[] = {
     {"norm", FAST(norm),
      "norm(row, x, weight | None, bias | None, groups (or 0: over the last axis), from_y, centered, "
      "wants_x, eps | None): layer norm, group norm, or, if not centered, RMS norm"},
+    {"is_invertible", FAST(is_invertible),
+     "is_invertible(x, normalized_shape, weight | None, bias | None, factor): whether plain tensors say at "
+     "once that a norm of the last axis has no weight that is zero, or that times the factor smaller than "
+     "its bias"},
     {"cross_entropy", FAST(cross_entropy), "cross_entropy(row, x, target, ignore_index, reduction)"},
     {"rest", FAST(rest), "rest(row, primal, x, options, factor)"},
     {"batch_norm_eval", FAST(batch_norm_eval),
@@ -1225,8 +1295,8 @@ PyMethodDef methods[] = {
      "primal(*args, **options), by constants"},
     {"recipe", recipe, METH_VARARGS,
      "recipe(((op, args), ...), flat, of_output): the number of one. Of args, 'g' is the gradient of the "
-     "output, 'x' a stand-in that has the shape of the input, 'k' what is kept (the output, if so), 'r' "
-     "the result of the step before"},
+     "output, 'x' a stand-in that has the shape of the input, 'k' what is kept (the output, if so), 'i' "
+     "the same as int32, 'r' the result of the step before"},
     {"adjoint", FAST(adjoint),
      "adjoint(row, recipe_of, primal, kept, args, options): primal(*args, **options), whose gradient "
      "with respect to args[0] is by the recipe that recipe_of says, of the same arguments"},

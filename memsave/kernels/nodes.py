@@ -50,7 +50,7 @@ def bits(
     not be overwritten.
     """
     family = BACKWARD[backward]
-    if name in LOOPS:
+    if name != "softshrink" or native.fills_vectors(x):
         loop = (LOOPS[name], inplace, low, high)
         return _nodes.bits(row, x, *loop, family, a, b, None, None, also)
     op, test = PIECES[name]
@@ -80,11 +80,16 @@ instance_norm = _nodes.instance_norm
 #: ``norm(row, x, weight, bias, groups, from_y, centered, wants_x, eps)``: of the last axis, or of
 #: ``groups``; of root mean squares, if not centered. ``from_y``: which of ``x`` and ``y`` it keeps.
 norm = _nodes.norm
+#: ``is_invertible(x, normalized_shape, weight, bias, factor)``: whether a look at plain tensors
+#: says that ``y`` of a norm of the last axis tells what it normalized: no weight is zero, or
+#: smaller than its bias by more than the factor.
+is_invertible = _nodes.is_invertible
 #: ``batch_norm_eval(row, primal, (var, weight), args, options, eps)``, which is
 #: ``primal(*args, **options)``: of ``args[0]``, by constants. Its gradient reads the two vectors.
 batch_norm_eval = _nodes.batch_norm_eval
 #: ``adjoint(row, recipe_of, primal, kept, args, options)``: ``primal(*args, **options)``, whose
 #: gradient with respect to ``args[0]`` is by the :func:`recipe` of ``recipe_of(*args, **options)``.
+#: (Of what is kept, a pair is a tensor of integers and the dtype to keep them in.)
 adjoint = _nodes.adjoint
 
 
@@ -101,8 +106,8 @@ def recipe(*steps: tuple[Any, ...], flat: bool = False, of_output: bool = False)
         *steps: Of each its name (``"mul.Tensor"`` where it has several signatures), then its
             arguments: constants (of the types that it takes, tuples for lists); ``"g"``, the
             gradient of the output; ``"x"``, a stand-in that has the shape of the input; ``"k"``,
-            what is kept; ``"r"``, the result of the step before (if it is the first one, this step
-            is taken in place where it can).
+            what is kept; ``"i"``, the same as int32; ``"r"``, the result of the step before (if it
+            is the first one, this step is taken in place where it can).
         flat: Whether they work on an axis more, of length 1, before the last.
         of_output: Whether the output is what is kept.
 
@@ -131,6 +136,7 @@ __all__ = [
     "dropout",
     "feature_dropout",
     "instance_norm",
+    "is_invertible",
     "max_pool",
     "norm",
     "recipe",

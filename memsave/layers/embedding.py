@@ -59,29 +59,33 @@ def _bwd(
     return {"weight": embedding_backward(g, ids, count, padding, scale_grad_by_freq)}
 
 
-def _recipe(
+def _recipe(weight: Tensor, indices: Tensor, padding: int, by_freq: bool) -> int | None:
+    """Of :func:`_bwd`, for :mod:`memsave.kernels.nodes`."""
+    return _recipe_of(weight.shape[0], padding, by_freq)
+
+
+@remembered
+def _recipe_of(count: int, padding: int, by_freq: bool) -> int | None:
+    return kernels.nodes.recipe(("embedding_dense_backward", "g", "i", count, padding, by_freq))
+
+
+def _node(
+    row: str,
+    wrt: Mask,
     weight: Tensor,
     indices: Tensor,
     *,
     padding_idx: int | None = None,
     scale_grad_by_freq: bool = False,
-) -> int | None:
-    """Of :func:`_bwd`, for :mod:`memsave.kernels.nodes`."""
-    return _recipe_of(weight.shape[0], padding_idx, scale_grad_by_freq)
-
-
-@remembered
-def _recipe_of(count: int, padding_idx: int | None, by_freq: bool) -> int | None:
+) -> Tensor | None:
+    count = weight.shape[0]
+    if padding_idx is not None and not -count <= padding_idx < count:
+        return None  # stock complains
     padding = -1 if padding_idx is None else padding_idx % count
-    return kernels.nodes.recipe(
-        ("to.dtype", "k", torch.int32, False, False, None),
-        ("embedding_dense_backward", "g", "r", count, padding, bool(by_freq)),
-    )
-
-
-def _node(row: str, wrt: Mask, weight: Tensor, indices: Tensor, **options: Any) -> Tensor | None:
-    ids = indices.to(_smallest(weight.shape[0]))
-    return kernels.nodes.adjoint(row, _recipe, _primal, (ids,), (weight, indices), options)
+    # (F.embedding without its checks.)
+    args = (weight, indices, padding, bool(scale_grad_by_freq))
+    kept = ((indices, _smallest(count)),)
+    return kernels.nodes.adjoint(row, _recipe, torch.embedding, kept, args, {})
 
 
 _embedding = define(spec.EMBEDDING, _primal)

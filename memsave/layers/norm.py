@@ -426,6 +426,16 @@ def is_invertible(input: Tensor, weight: Tensor | None, bias: Tensor | None) -> 
     return known[2]
 
 
+def _reads_output(
+    input: Tensor, shape: tuple[int, ...], weight: Tensor | None, bias: Tensor | None
+) -> bool:
+    """Whether it is clear at once that this is over the last axis, and invertible."""
+    nodes = kernels.nodes
+    if is_dynamo_compiling() or nodes is None:
+        return False
+    return nodes.is_invertible(input, shape, weight, bias, LARGEST_RATIO)
+
+
 def _forget(key: int, reference: weakref.ref[Tensor]) -> None:
     if key in _checked and _checked[key][0] is reference:
         del _checked[key]
@@ -449,6 +459,8 @@ class LayerNormFromOutput(nn.LayerNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         weight, bias = self.weight, self.bias
+        if _reads_output(input, self.normalized_shape, weight, bias):
+            return _layer_norm_from_output(input, weight, bias, eps=self.eps)
         flat = _over_last(input, self.normalized_shape, weight, bias)
         if flat is None or not is_invertible(input, weight, bias):
             return layer_norm(input, self.normalized_shape, weight, bias, self.eps)
@@ -471,6 +483,8 @@ class RMSNormFromOutput(nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight
+        if _reads_output(x, self.normalized_shape, weight, None):
+            return _rms_norm_from_output(x, weight, eps=self.eps)
         flat = _over_last(x, self.normalized_shape, weight)
         if flat is None or not is_invertible(x, weight, None):
             return rms_norm(x, self.normalized_shape, weight, self.eps)
