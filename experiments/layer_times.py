@@ -147,14 +147,19 @@ def stock_layer(layer: str, size: str) -> nn.Module:
     return module.train(not layer.endswith(EVAL))
 
 
+# What follows is the same memory for all steps: where it lies makes differences of some percent.
+
+
+def again(module: nn.Module) -> nn.Module:
+    """A copy that has its own buffers, and the same parameters."""
+    return copy.deepcopy(module, {id(p): p for p in module.parameters()})
+
+
 def drop_in(layer: str, module: nn.Module) -> nn.Module:
-    """The memsave layer with copies of a stock layer's state."""
-    module = copy.deepcopy(module)
+    """The memsave layer with a stock layer's parameters."""
+    module = again(module)
     module.__class__ = getattr(memsave.nn, layer.removesuffix(EVAL))
     return module
-
-
-# What follows is the same memory for all steps: where it lies makes differences of some percent.
 
 
 @lru_cache(maxsize=1)
@@ -249,15 +254,14 @@ def _variants(case: Case) -> dict[str, Step]:
     stock = stock_layer(case.layer, case.size)
     steps = {"stock": Step(case, stock), "memsave": Step(case, drop_in(case.layer, stock))}
     if case.compare:
-        again = partial(copy.deepcopy, stock)
-        steps["checkpoint"] = Step(case, again(), _checkpointed)
+        steps["checkpoint"] = Step(case, again(stock), _checkpointed)
         for budget in (1.0, 0.5):
             name = f"torch.compile, budget {budget}"
-            steps[name] = Step(case, again(), partial(_compiled, budget))
+            steps[name] = Step(case, again(stock), partial(_compiled, budget))
         steps["memsave, compiled"] = Step(case, drop_in(case.layer, stock), partial(_compiled, 1.0))
         if case.paper_code:
             try:
-                theirs = convert_by_paper(case.paper_code, nn.Sequential(again()))
+                theirs = convert_by_paper(case.paper_code, nn.Sequential(again(stock)))
                 steps["paper's code"] = Step(case, theirs)
             except Exception:  # of which there are many: see other_savers
                 pass
