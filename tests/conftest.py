@@ -37,7 +37,7 @@ COMMON = {
     "suppress_health_check": [HealthCheck.filter_too_much, HealthCheck.too_slow],
 }
 settings.register_profile("dev", max_examples=5, **COMMON)
-settings.register_profile("ci", max_examples=15, derandomize=True, database=None, **COMMON)
+settings.register_profile("ci", max_examples=12, derandomize=True, database=None, **COMMON)
 settings.register_profile("thorough", max_examples=500, **COMMON)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
