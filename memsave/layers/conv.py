@@ -247,6 +247,43 @@ def _conv_node(
     return kernels.nodes.adjoint(row, _recipe, stock, (weight,), args, {})
 
 
+def _recipe_transposed(x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> int | None:
+    """Of :func:`_conv_transpose_bwd` for the gradient of ``x``."""
+    return _recipe_transposed_of(weight.ndim - 2, *options)
+
+
+@remembered
+def _recipe_transposed_of(
+    dims: int, stride: Ints, padding: Ints, output_padding: Ints, groups: int, dilation: Ints
+) -> int | None:
+    steps, edges, apart = (tuple(per_axis(ints, dims)) for ints in (stride, padding, dilation))
+    added = per_axis(output_padding, dims)
+    if any(add >= step for add, step in zip(added, steps, strict=True)):
+        return None  # a place more than x has
+    sizes = (steps, edges, apart, False, (0,) * dims)
+    return kernels.nodes.recipe(("convolution", "g", "k", None, *sizes, groups))
+
+
+def _conv_transpose_node(
+    stock: Callable[..., Tensor],
+    row: str,
+    wrt: Mask,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    stride: Ints = 1,
+    padding: Ints = 0,
+    output_padding: Ints = 0,
+    groups: int = 1,
+    dilation: Ints = 1,
+) -> Tensor | None:
+    if wrt != {"x"} or x.ndim != weight.ndim:
+        return None
+    args = (x, weight, bias, stride, padding, output_padding, groups, dilation)
+    return kernels.nodes.adjoint(row, _recipe_transposed, stock, (weight,), args, {})
+
+
 def _stock_keeps(wrt: Mask) -> tuple[str, ...]:
     return ("x", "weight")
 
@@ -301,6 +338,7 @@ _conv_transpose1d, _conv_transpose2d, _conv_transpose3d = (
         stock_keeps=_stock_keeps,
         autocast=True,
         shapes=("x", "weight"),
+        node=partial(_conv_transpose_node, CONV_TRANSPOSE[dims]),
     )
     for dims, row in (
         (1, spec.CONV_TRANSPOSE1D),
