@@ -257,11 +257,15 @@ def _recipe_transposed_of(
     dims: int, stride: Ints, padding: Ints, output_padding: Ints, groups: int, dilation: Ints
 ) -> int | None:
     steps, edges, apart = (tuple(per_axis(ints, dims)) for ints in (stride, padding, dilation))
-    added = per_axis(output_padding, dims)
-    if any(add >= step for add, step in zip(added, steps, strict=True)):
-        return None  # a place more than x has
     sizes = (steps, edges, apart, False, (0,) * dims)
     return kernels.nodes.recipe(("convolution", "g", "k", None, *sizes, groups))
+
+
+@remembered
+def _adds_places(dims: int, stride: Ints, output_padding: Ints) -> bool:
+    """Whether the convolution of the gradient has more places than ``x``."""
+    sizes = zip(per_axis(output_padding, dims), per_axis(stride, dims), strict=False)
+    return any(added >= step for added, step in sizes)
 
 
 def _conv_transpose_node(
@@ -278,7 +282,7 @@ def _conv_transpose_node(
     groups: int = 1,
     dilation: Ints = 1,
 ) -> Tensor | None:
-    if wrt != {"x"} or x.ndim != weight.ndim:
+    if wrt != {"x"} or x.ndim != weight.ndim or _adds_places(x.ndim - 2, stride, output_padding):
         return None
     args = (x, weight, bias, stride, padding, output_padding, groups, dilation)
     return kernels.nodes.adjoint(row, _recipe_transposed, stock, (weight,), args, {})
