@@ -1278,8 +1278,8 @@ PyMethodDef methods[] = {
     {"feature_dropout", FAST(feature_dropout), "feature_dropout(row, x, p)"},
     {"max_pool", FAST(max_pool), "max_pool(row, x, windows)"},
     {"adaptive_max_pool", FAST(adaptive_max_pool),
-     "adaptive_max_pool(row, x, y, places, kernel, bits): y and the places of its maxima (which are "
-     "overwritten) are torch's; it keeps them as indices of so many bits into windows"},
+     "adaptive_max_pool(row, x, outputs, kernel, bits): to these sizes; kernel are those of the largest "
+     "window. It keeps where the maxima are, as indices of so many bits into windows"},
     {"instance_norm", FAST(instance_norm), "instance_norm(row, x, weight | None, bias | None, eps)"},
     {"norm", FAST(norm),
      "norm(row, x, weight | None, bias | None, groups (or 0: over the last axis), from_y, centered, "
