@@ -30,7 +30,8 @@ def _nodes() -> list[Extension]:
             define_macros=[("MEMSAVE_NODES", name)],
             library_dirs=[str(torch / "lib")],
             libraries=["torch_python", "torch_cpu", "torch", "c10"],
-            extra_compile_args=["-O3", "-std=c++20", "-fvisibility=hidden"],
+            # (What debuggers read of the templates of torch would be twenty times the module.)
+            extra_compile_args=["-O3", "-g0", "-std=c++20", "-fvisibility=hidden"],
             depends=["memsave/kernels/loops.h"],
             language="c++",
             optional=True,

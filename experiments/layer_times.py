@@ -3,14 +3,14 @@
 A step is forward and backward. Every drop-in of :mod:`memsave.nn` is taken at three sizes of its
 input: 64x64, where the time is that of the calls, to 100 MB, where it is that of the memory; and
 for each choice of gradients. Ratios are medians over pairs, in a process that keeps the memory it
-frees. Outputs and gradients are compared on the way, from the same random numbers. ``--compare``
-adds the stock layer checkpointed, both compiled, and, where ``--paper-code`` says where it is, the
-paper's code.
+frees; beside them stands that of the stock layer, taken twice in each turn, to itself: what it is
+off 1 is noise. Outputs and gradients are compared on the way, from the same random numbers.
+``--compare`` adds the stock layer checkpointed, both compiled, and, where ``--paper-code`` says
+where it is, the paper's code.
 """
 
 from __future__ import annotations
 
-import copy
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -28,9 +28,9 @@ from torch.utils.checkpoint import checkpoint
 import memsave
 
 from .harness import GIB, Experiment
-from .measure import best_device, compare, difference, keep_freed_memory, peak_bytes
+from .measure import again, best_device, compare, difference, keep_freed_memory, peak_bytes
 from .other_savers import convert_by_paper
-from .render import matrix, mib, quartiles, table
+from .render import AGAIN, matrix, mib, noise, quartiles, range_of_noise, table
 from .results import Record
 
 #: Shapes of inputs by the spatial axes of a layer; 0 is rows of features.
@@ -147,12 +147,7 @@ def stock_layer(layer: str, size: str) -> nn.Module:
     return module.train(not layer.endswith(EVAL))
 
 
-# What follows is the same memory for all steps: where it lies makes differences of some percent.
-
-
-def again(module: nn.Module) -> nn.Module:
-    """A copy that has its own buffers, and the same parameters."""
-    return copy.deepcopy(module, {id(p): p for p in module.parameters()})
+# All steps have the same parameters (see :func:`again`), inputs and cotangents.
 
 
 def drop_in(layer: str, module: nn.Module) -> nn.Module:
@@ -292,7 +287,7 @@ def measure(case: Case) -> dict[str, Any]:
         "peak_bytes": {n: peak_bytes(step.once, y.device) for n, step in steps.items()},
     }
     del y, grads, our_y, our_grads
-    return {**figures, "times": compare({**steps}, _pairs(case, steps))}
+    return {**figures, "times": compare({**steps, AGAIN: stock}, _pairs(case, steps))}
 
 
 def show(records: Sequence[Record[Case]]) -> str:
@@ -303,10 +298,11 @@ def show(records: Sequence[Record[Case]]) -> str:
 
 def _table(records: Sequence[Record[Case]]) -> str:
     others = [name for record in records for name in record.figures["times"]]
-    others = [name for name in dict.fromkeys(others) if name not in ("stock", "memsave")]
+    others = [name for name in dict.fromkeys(others) if name not in ("stock", "memsave", AGAIN)]
     return table(
         (
             *("layer", "input", "gradients", "ms of stock", "time ratio", "quartiles"),
+            *("stock to itself", "quartiles"),
             *("kept MiB: stock", "memsave", "peak, ratio", *(f"time of {name}" for name in others)),
         ),
         (_line(record, others) for record in records),
@@ -320,6 +316,7 @@ def _line(record: Record[Case], others: Sequence[str]) -> Iterator[str]:
     yield f"{times['stock']['seconds'] * 1e3 / CALLS.get(case.size, 1):.3f}"
     yield f"{times['memsave']['ratio']:.3f}"
     yield quartiles(times["memsave"])
+    yield from noise(times)
     yield from (mib(kept[name], 3) for name in ("stock", "memsave"))
     yield f"{peak['memsave'] / peak['stock']:.3f}"
     for name in others:
@@ -334,6 +331,9 @@ def summary(records: Sequence[Record[Case]]) -> str:
         )
         for record in records
     }
+    for layer in {record.case.layer: None for record in records}:
+        times = (record.figures["times"] for record in records if record.case.layer == layer)
+        cells[layer, "stock to itself"] = range_of_noise(times)
     return matrix("time, ratio to stock", cells)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import gc
 import random
@@ -9,11 +10,14 @@ import statistics
 import time
 from collections.abc import Callable, Iterable
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from tqdm import tqdm
+
+Layer = TypeVar("Layer", bound=nn.Module)
 
 
 def best_device() -> torch.device:
@@ -76,6 +80,13 @@ def keep_freed_memory() -> None:
         mallopt(-1, -1)  # M_TRIM_THRESHOLD: never
         mallopt(-4, 0)  # M_MMAP_MAX: no block of its own for large requests
         mallopt(-8, 1)  # M_ARENA_MAX: one heap for all threads, as others give back what is free
+
+
+def again(module: Layer) -> Layer:
+    """A copy that has its own buffers, and the same parameters: where these lie in memory makes
+    differences of some percent.
+    """
+    return copy.deepcopy(module, {id(p): p for p in module.parameters()})
 
 
 def paired_times(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,8 @@ from .harness import Experiment
 from .results import Record
 
 PAGE = "README.md"
+#: A name of stock where it is taken twice in each turn: what its ratio to itself is off 1 is noise.
+AGAIN = "stock again"
 
 
 def table(header: Sequence[str], rows: Iterable[Iterable[str]]) -> str:
@@ -43,6 +45,18 @@ def mib(size: float, digits: int = 1) -> str:
 def quartiles(times: Mapping[str, Any]) -> str:
     """Of what :func:`experiments.measure.compare` says of a step, from the lower to the upper."""
     return " to ".join(f"{ratio:.3f}" for ratio in times["quartiles"])
+
+
+def noise(times: Mapping[str, Any]) -> Iterator[str]:
+    """Two cells: the ratio of stock to itself, and its quartiles; empty where it was not taken."""
+    yield f"{times[AGAIN]['ratio']:.3f}" if AGAIN in times else ""
+    yield quartiles(times[AGAIN]) if AGAIN in times else ""
+
+
+def range_of_noise(all_times: Iterable[Mapping[str, Any]]) -> str:
+    """From the least to the largest ratio of stock to itself, in medians."""
+    ratios = [times[AGAIN]["ratio"] for times in all_times if AGAIN in times]
+    return f"{min(ratios):.2f} to {max(ratios):.2f}" if ratios else ""
 
 
 def sections(experiment: Experiment[Any, Any], folder: Path) -> dict[tuple[str, str], list[Record]]:

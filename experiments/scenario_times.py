@@ -25,8 +25,8 @@ import memsave
 from . import paper
 from .counting import count
 from .harness import GIB, Experiment
-from .measure import best_device, compare, difference, kept_bytes, peak_bytes
-from .render import matrix, mib, quartiles, table
+from .measure import again, best_device, compare, difference, kept_bytes, peak_bytes
+from .render import AGAIN, matrix, mib, noise, quartiles, range_of_noise, table
 from .results import Record
 
 MODELS = (
@@ -34,7 +34,6 @@ MODELS = (
     *("ViT", "BERT", "T5-base", "Mistral-7B"),
 )
 VARIANTS = ("stock", "memsave")
-AGAIN = "stock again"
 #: Of the whole-step peak, at any size.
 PEAK_TARGETS = {("ResNet-101", "Input (BN eval)"): 0.12}
 
@@ -118,8 +117,8 @@ class Side:
         return [leaf.grad.clone() for leaf in leaves if leaf.grad is not None]
 
 
-def side(case: Case, variant: str) -> Side:
-    """The same model, weights and data for each variant but for the conversion."""
+def stock_side(case: Case) -> Side:
+    """A model with its weights and data, the same every time."""
     torch.manual_seed(0)
     model = paper.MODELS[case.model]
     device = best_device()
@@ -127,26 +126,33 @@ def side(case: Case, variant: str) -> Side:
     x, labels = (t.to(device) for t in model.data(case.batch, case.size))
     paper.apply(case.scenario, step)
     x.requires_grad_(paper.SCENARIOS[case.scenario].input)
-    if variant == "memsave":
-        memsave.convert(step, (x, labels))
     return Side(step, x, labels)
+
+
+def converted(side: Side) -> Side:
+    """Of the same parameters and data."""
+    step = memsave.convert(again(side.step), (side.x, side.labels))
+    return Side(step, side.x, side.labels)
 
 
 def measure(case: Case) -> dict[str, Any]:
     """What the allocator has handed out after a forward pass, and at most in a step; or the times
     of both in turn.
     """
+    stock = stock_side(case)
     if case.what in VARIANTS:
-        one = side(case, case.what)
+        one = stock if case.what == "stock" else converted(stock)
         device = one.x.device
         return {
             "kept_bytes": kept_bytes(one.forward, device),
             "peak_bytes": peak_bytes(one, device),
         }
-    sides = {variant: side(case, variant) for variant in VARIANTS}
-    loss, other = (one().item() for one in sides.values())
-    off = difference(*(one.gradients() for one in sides.values()))
-    steps: dict[str, Callable[[], Any]] = {**sides, AGAIN: sides["stock"]}
+    ours = converted(stock)
+    loss, gradients = stock().item(), stock.gradients()
+    other, our_gradients = ours().item(), ours.gradients()
+    off = difference(gradients, our_gradients)
+    del gradients, our_gradients
+    steps: dict[str, Callable[[], Any]] = {"stock": stock, "memsave": ours, AGAIN: stock}
     return {
         "times": compare(steps, case.repeats),
         "loss": loss,
@@ -201,12 +207,9 @@ def _line(name: str, scenario: str, row: dict[str, Record[Case]]) -> Iterator[st
     if "time" in row:
         times = row["time"].figures["times"]
         yield f"{times['stock']['seconds']:.3f}"
-        for name in ("memsave", AGAIN):
-            if name in times:
-                yield f"{times[name]['ratio']:.3f}"
-                yield quartiles(times[name])
-            else:
-                yield from ("", "")
+        yield f"{times['memsave']['ratio']:.3f}"
+        yield quartiles(times["memsave"])
+        yield from noise(times)
     else:
         yield from ("",) * 5
     for what in ("kept_bytes", "peak_bytes"):
@@ -229,12 +232,9 @@ def summary(records: Sequence[Record[Case]]) -> str:
         if "time" in row
     }
     cells = {place: f"{of['memsave']['ratio']:.2f}" for place, of in times.items()}
-    noise: dict[str, list[float]] = {}
-    for (name, _), of in times.items():
-        if AGAIN in of:
-            noise.setdefault(name, []).append(of[AGAIN]["ratio"])
-    for name, ratios in noise.items():
-        cells[name, "stock to itself"] = f"{min(ratios):.2f} to {max(ratios):.2f}"
+    for name in {name: None for name, _ in times}:
+        of_name = (of for (other, _), of in times.items() if other == name)
+        cells[name, "stock to itself"] = range_of_noise(of_name)
     return matrix("time, ratio to stock", cells)
 
 

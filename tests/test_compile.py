@@ -167,6 +167,17 @@ def test_converting_what_is_compiled_already() -> None:
         assert kept(model, model, x) == before
 
 
+def test_what_compiles_a_layer_is_called() -> None:
+    """``Module.compile()`` of a drop-in, once it is converted or before."""
+    x = helpers.image()
+    for convert in (memsave.convert, lambda layer: layer):
+        seen = []
+        layer = convert(nn.ReLU())
+        layer.compile(backend=lambda graph, inputs: seen.append(graph) or graph)
+        same(memsave.convert(layer)(x), x.relu())
+        assert seen
+
+
 def test_checkpointed_inside() -> None:
     """A converted block recomputed by a compiled graph."""
     stock_model, model = frozen()

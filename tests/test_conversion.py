@@ -140,6 +140,28 @@ def test_hooks_survive() -> None:
     assert len(logs[0]) == 9
 
 
+def test_who_calls_modules_sees_drop_ins(monkeypatch) -> None:
+    """A library that puts its own function in the place of ``Module.__call__``; before and after
+    it is there.
+    """
+    model = memsave.convert(network()).eval()
+    x, seen = helpers.image(), []
+    expected, call = model(x), nn.Module.__call__
+
+    def wrapped(self, *args, **kwargs):
+        seen.append(type(self))
+        return call(self, *args, **kwargs)
+
+    monkeypatch.setattr(nn.Module, "__call__", wrapped)
+    same(model(x), expected)
+    assert {*classes(model)} - {*seen} == set()
+    assert memsave.nn.Conv2d in seen
+    seen.clear()
+    monkeypatch.undo()
+    same(model(x), expected)
+    assert not seen
+
+
 def test_tied_and_repeated_modules() -> None:
     def make() -> nn.Module:
         torch.manual_seed(0)

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 from .. import extensions
 from ..spec import Layer
@@ -25,6 +25,8 @@ BY_POLICY: set[Class] = set()
 #: one, or does nothing.
 RECOGNISERS: list[Callable[[Class], None]] = []
 _asked: set[Class] = set()
+#: How torch calls a module.
+_CALL = nn.Module.__dict__.get("_wrapped_call_impl")
 
 
 def offered(cls: Class) -> list[Class]:
@@ -156,8 +158,9 @@ def _dress(cls: Class, stock: Class) -> None:
         return plain
 
     def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if args and type(args[0]) is Tensor:  # the shortest way, for the most calls
-            return stock.__call__(self, *args, **kwargs)
+        # Nobody has put a function of their own in its place, as torch.fx does: what that does.
+        if stock.__call__ is _CALL and self._compiled_call_impl is None:
+            return self._call_impl(*args, **kwargs)
         input = args[0] if args else next(iter(kwargs.values()), None)
         if not isinstance(input, fx.Proxy) or type(self) is not cls:
             return stock.__call__(self, *args, **kwargs)
