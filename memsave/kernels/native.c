@@ -1209,6 +1209,7 @@ static int add_loops(PyObject *module) {
     const int failed = !capsule || PyModule_AddObjectRef(module, "loops", capsule) < 0;
     Py_XDECREF(capsule);
     if (failed || PyModule_AddIntConstant(module, "INTERFACE", INTERFACE)) return -1;
+    if (PyModule_AddIntConstant(module, "GRAIN", GRAIN)) return -1;
     if (add_names(module, NORMS, COUNT(NORMS))) return -1;
     for (size k = 0; k < COUNT(OVER_BITS); k++)
         if (PyModule_AddIntConstant(module, OVER_BITS[k].name, (long)k) < 0) return -1;

@@ -22,7 +22,7 @@ from .memory import FORMATS, in_order
 from .reference import PIECES, TESTS, Like, Rows, Windows
 
 #: That of loops.h.
-INTERFACE = 5
+INTERFACE = 6
 
 
 def check(module: ModuleType) -> None:
@@ -52,9 +52,8 @@ _native.connect(
 
 are_arrays = _native.are_arrays
 
-#: Of torch: of no more elements, a loop is left to one thread; and a multiple of what a loop of
-#: torch's takes at once, of any dtype and instruction set.
-GRAIN, ELEMENTS_OF_VECTORS = 32768, 64
+#: A multiple of what a loop of torch's takes at once, of any dtype and instruction set.
+ELEMENTS_OF_VECTORS = 64
 
 DTYPES = {torch.float32: "float", torch.float64: "double"}
 
@@ -81,7 +80,7 @@ def fills_vectors(x: Tensor) -> bool:
     """Whether torch leaves no elements of a thread over, as too few for a vector. (In softshrink
     they give zeros that have the sign of ``x``.)
     """
-    threads = min(torch.get_num_threads(), -(-x.numel() // GRAIN)) or 1
+    threads = min(torch.get_num_threads(), -(-x.numel() // _native.GRAIN)) or 1
     return x.numel() % (threads * ELEMENTS_OF_VECTORS) == 0
 
 

@@ -90,7 +90,8 @@ Tensor times(const Tensor &g, const Tensor &factor) { return is_ours(g) ? g.mul_
 /* As Tensor::to, but that a few take no longer than to write them. */
 Tensor as_integers(const Tensor &x, at::ScalarType dtype) {
     const bool are_integers = at::isIntegralType(x.scalar_type(), false) && at::isIntegralType(dtype, false);
-    if (x.scalar_type() == dtype || !are_integers || !is_plain(x) || !x.is_contiguous() || x.numel() > GRAIN) return x.to(dtype);
+    if (x.scalar_type() == dtype || !are_integers || !is_plain(x)) return x.to(dtype);
+    if (!x.is_contiguous() || x.numel() > GRAIN) return x.to(dtype);
     const Tensor y = memory(x.sizes(), dtype);
     AT_DISPATCH_INTEGRAL_TYPES(x.scalar_type(), "as_integers", [&] {
         const scalar_t *from = x.const_data_ptr<scalar_t>();
@@ -572,57 +573,23 @@ PyObject *max_pool(PyObject *, PyObject *const *args, Py_ssize_t count) {
     END_HANDLE_TH_ERRORS
 }
 
-/* Where in its plane each maximum was. */
-Tensor places_of(const Tensor &offsets, const Window &w) {
-    const Tensor in_order = offsets.contiguous(), places = memory(offsets.sizes(), at::kLong);
-    const uint8_t *offset = in_order.const_data_ptr<uint8_t>();
-    int64_t *place = places.mutable_data_ptr<int64_t>();
-    const ptrdiff_t all = w.in[0] * w.in[1] * w.in[2];
-    for (int64_t k = 0; k < places.numel(); k++) {
-        const ptrdiff_t o2 = k % w.out[2], o1 = k / w.out[2] % w.out[1];
-        const ptrdiff_t o0 = k / w.out[2] / w.out[1] % w.out[0];
-        const ptrdiff_t k2 = offset[k] % w.kernel[2], k1 = offset[k] / w.kernel[2] % w.kernel[1];
-        const ptrdiff_t k0 = offset[k] / w.kernel[2] / w.kernel[1];
-        const ptrdiff_t at0 = o0 * w.stride[0] - w.padding[0] + k0 * w.dilation[0];
-        const ptrdiff_t at1 = o1 * w.stride[1] - w.padding[1] + k1 * w.dilation[1];
-        const ptrdiff_t at2 = o2 * w.stride[2] - w.padding[2] + k2 * w.dilation[2];
-        place[k] = std::clamp<ptrdiff_t>((at0 * w.in[1] + at1) * w.in[2] + at2, 0, all - 1);
-    }
-    return places;
-}
-
-Tensor max_pool_backward(AutogradContext *ctx, const Tensor &g) {
-    const auto kept = ctx->get_saved_variables();
-    const Tensor &offsets = kept[0];
-    const int64_t dims = ctx->saved_data.at("dims").toInt();
-    const auto shape = ctx->saved_data.at("shape").toDimVector();
-    const auto sizes = ctx->saved_data.at("window").toDimVector();
-    Window window;
-    std::copy(sizes.begin(), sizes.end(), (ptrdiff_t *)&window);
-    const bool differentiated = at::GradMode::is_enabled() && g.requires_grad();
-    const bool fits = is_plain(offsets) && offsets.scalar_type() == at::kByte && offsets.sizes() == g.sizes();
-    if (differentiated || !is_plain(g) || !fits || !is_unobserved()) {
-        at::DimVector from(shape.begin(), shape.end() - dims), to = from;
-        from.push_back(window.out[0] * window.out[1] * window.out[2]);
-        to.push_back(window.in[0] * window.in[1] * window.in[2]);
-        const Tensor places = places_of(offsets, window).view(from);
-        return at::zeros(to, g.options()).scatter_add(-1, places, g.reshape(from)).view(shape);
-    }
-    at::AutoDispatchBelowADInplaceOrView guard;
-    const auto format = offsets.is_contiguous() ? at::MemoryFormat::Contiguous
-                        : dims == 2             ? at::MemoryFormat::ChannelsLast
-                                                : at::MemoryFormat::ChannelsLast3d;
-    const Tensor dx = at::empty(shape, g.options(), format);
-    pool(true, g.contiguous(format), dx, offsets, window, dims, format);
-    return dx;
-}
-
-/* Adaptive max pooling, by torch: windows of an axis begin where that says, of sizes up to the kernel's. */
-struct AdaptiveWindows {
-    int64_t in[3] = {1, 1, 1}, kernel[3] = {1, 1, 1};
+/* Windows of planes: where each begins, by axis, and how large they are at most. Offsets count what is in a
+   window, places what is in a plane. */
+struct Windows {
+    int64_t in[3] = {1, 1, 1}, kernel[3] = {1, 1, 1}, dilation[3] = {1, 1, 1};
     at::DimVector starts[3] = {{0}, {0}, {0}};
 
-    AdaptiveWindows(at::IntArrayRef inputs, at::IntArrayRef outputs, at::IntArrayRef kernels) {
+    explicit Windows(const Window &w) {
+        for (int axis = 0; axis < 3; axis++) {
+            in[axis] = w.in[axis], kernel[axis] = w.kernel[axis], dilation[axis] = w.dilation[axis];
+            starts[axis].clear();
+            for (int64_t k = 0; k < w.out[axis]; k++)
+                starts[axis].push_back(k * w.stride[axis] - w.padding[axis]);
+        }
+    }
+
+    /* Of adaptive pooling, by torch. */
+    Windows(at::IntArrayRef inputs, at::IntArrayRef outputs, at::IntArrayRef kernels) {
         const size_t absent = 3 - kernels.size();
         for (size_t axis = absent; axis < 3; axis++) {
             kernel[axis] = kernels[axis - absent];
@@ -650,6 +617,7 @@ struct AdaptiveWindows {
                     }
     }
 
+    /* (Not dilated.) */
     void to_offsets(const Tensor &places) const {
         const int64_t last = kernel[0] * kernel[1] * kernel[2] - 1;
         change(places, [&](int64_t place, int64_t start) {
@@ -661,18 +629,46 @@ struct AdaptiveWindows {
         });
     }
 
-    void to_places(const Tensor &offsets) const {
+    Tensor places_of(const Tensor &offsets) const {
         std::vector<int64_t> moves;
         for (int64_t k0 = 0; k0 < kernel[0]; k0++)
             for (int64_t k1 = 0; k1 < kernel[1]; k1++)
                 for (int64_t k2 = 0; k2 < kernel[2]; k2++)
-                    moves.push_back((k0 * in[1] + k1) * in[2] + k2);
-        change(offsets, [&](int64_t offset, int64_t start) {
+                    moves.push_back((k0 * dilation[0] * in[1] + k1 * dilation[1]) * in[2] + k2 * dilation[2]);
+        const Tensor values = memory(offsets.sizes(), at::kLong).copy_(offsets);
+        change(values, [&](int64_t offset, int64_t start) {
             const int64_t move = moves[std::clamp<int64_t>(offset, 0, moves.size() - 1)];
-            return std::min(start + move, places() - 1);
+            return std::clamp<int64_t>(start + move, 0, places() - 1);
         });
+        return values;
     }
 };
+
+Tensor max_pool_backward(AutogradContext *ctx, const Tensor &g) {
+    const auto kept = ctx->get_saved_variables();
+    const Tensor &offsets = kept[0];
+    const int64_t dims = ctx->saved_data.at("dims").toInt();
+    const auto shape = ctx->saved_data.at("shape").toDimVector();
+    const auto sizes = ctx->saved_data.at("window").toDimVector();
+    Window window;
+    std::copy(sizes.begin(), sizes.end(), (ptrdiff_t *)&window);
+    const bool differentiated = at::GradMode::is_enabled() && g.requires_grad();
+    const bool fits = is_plain(offsets) && offsets.scalar_type() == at::kByte && offsets.sizes() == g.sizes();
+    if (differentiated || !is_plain(g) || !fits || !is_unobserved()) {
+        at::DimVector from(shape.begin(), shape.end() - dims), to = from;
+        from.push_back(window.out[0] * window.out[1] * window.out[2]);
+        to.push_back(window.in[0] * window.in[1] * window.in[2]);
+        const Tensor places = Windows(window).places_of(offsets).view(from);
+        return at::zeros(to, g.options()).scatter_add(-1, places, g.reshape(from)).view(shape);
+    }
+    at::AutoDispatchBelowADInplaceOrView guard;
+    const auto format = offsets.is_contiguous() ? at::MemoryFormat::Contiguous
+                        : dims == 2             ? at::MemoryFormat::ChannelsLast
+                                                : at::MemoryFormat::ChannelsLast3d;
+    const Tensor dx = at::empty(shape, g.options(), format);
+    pool(true, g.contiguous(format), dx, offsets, window, dims, format);
+    return dx;
+}
 
 PyObject *adaptive_max_pool(PyObject *, PyObject *const *args, Py_ssize_t count) {
     HANDLE_TH_ERRORS
@@ -702,7 +698,7 @@ PyObject *adaptive_max_pool(PyObject *, PyObject *const *args, Py_ssize_t count)
             planes /= work.in[absent + axis];
         }
         loops->adaptive_pool(&work, x->scalar_type() == at::kDouble, planes, at::get_num_threads());
-        AdaptiveWindows(x->sizes(), shape, kernel).to_offsets(places);
+        Windows(x->sizes(), shape, kernel).to_offsets(places);
         made.kept = {as_integers(places, bits == 8 ? at::kByte : bits == 16 ? at::kShort : at::kInt)};
     }
     made.call["kernel"] = at::IntArrayRef(kernel);
@@ -716,9 +712,8 @@ Tensor adaptive_max_pool_backward(AutogradContext *ctx, const Tensor &g) {
     const auto kernel = ctx->saved_data.at("kernel").toDimVector();
     const auto shape = ctx->saved_data.at("shape").toDimVector();
     TORCH_CHECK(offsets.dim() == (int64_t)shape.size(), "what was kept has another shape now");
-    const Tensor places = memory(offsets.sizes(), at::kLong).copy_(offsets);
-    const AdaptiveWindows windows(shape, places.sizes(), kernel);
-    windows.to_places(places);
+    const Windows windows(shape, offsets.sizes(), kernel);
+    const Tensor places = windows.places_of(offsets);
     if (at::GradMode::is_enabled() || !is_plain(g) || !is_unobserved() || g.sizes() != places.sizes()) {
         const Tensor x = stand_in(g, shape);
         if (kernel.size() == 3) return at::adaptive_max_pool3d_backward(g, x, places);
