@@ -131,7 +131,8 @@ def stock_side(case: Case) -> Side:
 
 def converted(side: Side) -> Side:
     """Of the same parameters and data."""
-    step = memsave.convert(again(side.step), (side.x, side.labels))
+    step = again(side.step)
+    memsave.convert(step, (side.x, side.labels))
     return Side(step, side.x, side.labels)
 
 
