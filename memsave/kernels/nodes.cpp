@@ -630,6 +630,8 @@ struct Windows {
     }
 
     Tensor places_of(const Tensor &offsets) const {
+        const int64_t per_plane = outputs(), given = offsets.numel();
+        TORCH_CHECK(per_plane ? given % per_plane == 0 : !given, "what was kept has another shape now");
         std::vector<int64_t> moves;
         for (int64_t k0 = 0; k0 < kernel[0]; k0++)
             for (int64_t k1 = 0; k1 < kernel[1]; k1++)
