@@ -43,8 +43,9 @@ class Config:
     """Which models in which scenarios, and how often.
 
     ``batch`` of images, and a ``larger_batch`` for ``small_models``, of which the calls of Python
-    take a part that shows; ``sequences`` of a transformer (0: the paper's); ``layers`` those of a
-    transformer (0: as published); ``size`` of images in pixels.
+    take a part that shows; ``short_steps`` vary more, and are taken more often; ``sequences`` of a
+    transformer (0: the paper's); ``layers`` those of a transformer (0: as published); ``size`` of
+    images in pixels.
     """
 
     models: tuple[str, ...] = MODELS
@@ -52,6 +53,7 @@ class Config:
     batch: int = 4
     small_models: tuple[str, ...] = ("MobileNetV3",)
     larger_batch: int = 32
+    short_steps: tuple[str, ...] = ("MobileNetV3", "ViT")
     sequences: int = 2
     layers: int = 4
     size: int = 224
@@ -84,8 +86,7 @@ def cases(config: Config) -> Iterator[Case]:
             step = model.step(1)
         wanted = [scenario for scenario in config.scenarios if paper.apply(scenario, step)]
         for batch, scenario, what in product(batches, wanted, (*VARIANTS, "time")):
-            # Short steps vary more.
-            short = name in config.small_models and batch != config.larger_batch
+            short = name in config.short_steps and batch != config.larger_batch
             repeats = 4 * config.repeats if short else config.repeats
             yield Case(name, scenario, what, batch, config.layers, size, repeats)
 
