@@ -46,6 +46,7 @@ class Experiment(Generic[Config, Case]):
         misses: What of the records is above its target, a sentence each.
         plot: The records as a figure.
         memory: Bytes that it takes to measure a case; on an accelerator where there is one.
+        apart: Fields of cases. All cases together replace older ones that have the same values.
         exact: Whether the figures are counts, which do not mind what else the machine does.
         backend: Processes of "torch" start as forks of one that has imported the experiment and
             done nothing else. JAX does not like forks.
@@ -61,6 +62,7 @@ class Experiment(Generic[Config, Case]):
     summary: Callable[[Sequence[Record[Case]]], str] | None = None
     summarized: Callable[[Case], bool] = lambda case: True
     memory: Callable[[Case], int] = lambda case: 2 * GIB
+    apart: tuple[str, ...] = ()
     exact: bool = False
     backend: Literal["torch", "jax"] = "torch"
 
@@ -84,7 +86,8 @@ class Run(Generic[Case]):
 
     Attributes:
         size, command: To be told in the results.
-        whole: Whether these are all cases of that size, so that they replace all older ones.
+        whole: Whether these are all cases of that size, so that they replace all older ones (but
+            those that the experiment sets apart).
         folder: Of the results.
         workers: How many processes at once. Times are measured by one at once, whatever this is.
         failed: Cases that could not be measured, and why.
@@ -166,7 +169,8 @@ class Run(Generic[Case]):
         fresh = [record for record in found if record is not None]
         finished = len(fresh) == len(self.cases)
         name = self.experiment.name
-        results.replace(self.folder, name, fresh, whole=self.whole and finished)
+        whole = self.whole and finished
+        results.replace(self.folder, name, fresh, whole, self.experiment.apart)
         if finished:
             self.parts.remove()
         return self.experiment.typed(fresh)

@@ -368,5 +368,6 @@ EXPERIMENT = Experiment(
     misses=misses,
     summary=summary,
     summarized=lambda case: case.layer in IN_MOST_MODELS and not case.compare,
+    apart=("compare",),
     memory=lambda case: 6 * GIB if case.size == "100 MB" else 2 * GIB,
 )

@@ -106,17 +106,20 @@ def read(folder: Path, name: str) -> list[Plain]:
     return records
 
 
-def replace(folder: Path, name: str, fresh: Sequence[Plain], whole: bool) -> None:
+def replace(
+    folder: Path, name: str, fresh: Sequence[Plain], whole: bool, apart: Sequence[str] = ()
+) -> None:
     """Put records in the place of older ones, of the same size and device; new ones at the end.
 
     Args:
-        whole: Whether these are all cases, so that others are not measured any more.
+        whole: Whether these are all cases, so that others are not measured any more,
+        apart: but for those that have another value of one of these fields.
     """
     if not fresh:
         return
 
     def place(record: Plain) -> tuple[str, ...]:
-        case = () if whole else (_text(record.case),)
+        case = [str(record.case[key]) for key in apart] if whole else [_text(record.case)]
         return (record.settings["size"], record.settings["device"], *case)
 
     older = read(folder, name)

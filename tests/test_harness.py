@@ -111,6 +111,14 @@ def test_results_of_other_sizes_and_devices_stay(tmp_path):
     ]
 
 
+def test_what_is_set_apart_stays(tmp_path):
+    run(tmp_path)
+    assert run(tmp_path, "--numbers", "4", "--gib", "0.5") == 0
+    assert run(tmp_path, "--numbers", "5") == 0
+    found = results.read(tmp_path, "toy_experiment")
+    assert sorted((r.case["number"], r.case["gib"]) for r in found) == [(4, 0.5), (5, 0.0)]
+
+
 def test_some_cases_replace_only_themselves(tmp_path):
     run(tmp_path)
     before = processes(tmp_path)
