@@ -112,8 +112,8 @@ def replace(
     """Put records in the place of older ones, of the same size and device; new ones at the end.
 
     Args:
-        whole: Whether these are all cases, so that others are not measured any more,
-        apart: but for those that have another value of one of these fields.
+        whole: Whether these are all cases, so that others are not measured any more.
+        apart: Fields of cases: what has another value of one of them stays all the same.
     """
     if not fresh:
         return

@@ -557,6 +557,16 @@ def test_hooks_that_give_back_something_else(
         y.sum().backward()
 
 
+@needs_nodes
+def test_places_are_of_whole_planes() -> None:
+    """Said before anything is written: some heaps bear what is written behind them."""
+    x = torch.randn((4, 8, 8, 8), requires_grad=True)
+    with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor.flatten()[:1]):
+        y = F.max_pool2d(x, 2)
+    with pytest.raises(RuntimeError, match="another shape"):
+        y.sum().backward()
+
+
 def test_a_fork_has_no_threads_of_its_parent() -> None:
     """Backward included. (torch has none of its own there, either, so the child uses one.)"""
     code = """

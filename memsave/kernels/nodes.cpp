@@ -657,10 +657,11 @@ Tensor max_pool_backward(AutogradContext *ctx, const Tensor &g) {
     const bool differentiated = at::GradMode::is_enabled() && g.requires_grad();
     const bool fits = is_plain(offsets) && offsets.scalar_type() == at::kByte && offsets.sizes() == g.sizes();
     if (differentiated || !is_plain(g) || !fits || !is_unobserved()) {
+        const Windows windows(window);
         at::DimVector from(shape.begin(), shape.end() - dims), to = from;
-        from.push_back(window.out[0] * window.out[1] * window.out[2]);
-        to.push_back(window.in[0] * window.in[1] * window.in[2]);
-        const Tensor places = Windows(window).places_of(offsets).view(from);
+        from.push_back(windows.outputs());
+        to.push_back(windows.places());
+        const Tensor places = windows.places_of(offsets).view(from);
         return at::zeros(to, g.options()).scatter_add(-1, places, g.reshape(from)).view(shape);
     }
     at::AutoDispatchBelowADInplaceOrView guard;
