@@ -16,7 +16,7 @@ constants there, unless the rule is ``smooth``: then they are differentiated lik
 
 The stock op itself runs where there is nothing to save (no gradient wanted; a mask for which stock
 keeps exactly what the row says, as ``stock_keeps`` declares and the tests check; or, of a module,
-no more bytes: see :func:`stock_suffices`), and where Python autograd functions cannot follow:
+no more bytes: see :func:`for_stock`), and where Python autograd functions cannot follow:
 ``torch.func``, forward-mode AD, ``torch.jit``, ``torch.fx``, ``torch.export`` and ONNX, tensor
 subclasses, complex, sparse and nested tensors.
 """
@@ -29,7 +29,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, compiler, is_grad_enabled, strided
+from torch import Tensor, compiler, is_grad_enabled, nn, strided
 from torch._C import (
     _are_functorch_transforms_active,
     _is_any_autocast_enabled,
@@ -398,28 +398,42 @@ def _has_other_meaning(arg: Any) -> bool:
     )
 
 
-def stock_suffices(*wanted: Any, cast: bool = False) -> bool:
-    """Whether a module whose stock op keeps no bytes beyond those of its row may call it at once.
+#: Of :func:`for_stock`.
+INPUT, WEIGHT, BIAS = 1, 2, 4
 
-    So it is if the gradient of one of ``wanted`` is. Then the stock op keeps what the row says, and
-    refers to parameters and buffers, which live anyway. It spares the time of a Python function.
-    (Not while somebody observes what layers keep, or traces; nor where autocast is on, of an op
-    whose arguments it is to ``cast``: that keeps the copies, also of parameters.)
+
+def for_stock(
+    module: nn.Module, wanted: int, input: Any, casts: bool = False, has_bias: bool = True
+) -> tuple[Any, Any] | None:
+    """Weight and bias of a module that may call its stock op at once; ``None`` if it may not.
+
+    It may if no gradient is wanted, or one of those with which the stock op keeps no bytes beyond
+    those of the row: what the row says, and parameters and buffers, which live anyway. It spares
+    the time of the engine. (But not while somebody observes what layers keep, or traces, or a mode
+    sees functions: so that it may be torch's function below the one of ``torch.nn.functional``. Nor
+    with tensors of other classes, and of what is no parameter, or is computed.)
+
+    Args:
+        wanted: Which gradients, the sum of some of :data:`INPUT`, :data:`WEIGHT`, :data:`BIAS`.
+        casts: Whether autocast is to cast the arguments: it keeps the copies, also of parameters.
+        has_bias: Whether there is one; otherwise it is ``None``.
     """
     if is_dynamo_compiling() or _observer is not None:
-        return False
-    if nodes is not None and nodes.wanted(_FIRST, wanted):
-        return True
-    if compiler._is_compiling_flag or _is_tracing():
-        return False
-    for tensor in wanted:
-        if isinstance(tensor, Tensor) and tensor.requires_grad:
-            return not (cast and amp_enabled(tensor.device.type))
-    return False
-
-
-#: Places of a few arguments.
-_FIRST = tuple(range(8))
+        return None
+    if nodes is not None:
+        return nodes.for_stock(module._parameters, wanted, input, casts, has_bias)
+    if compiler._is_compiling_flag or _is_tracing() or _len_torch_function_stack():
+        return None
+    own = module._parameters if has_bias else {**module._parameters, "bias": None}
+    if (casts and _is_any_autocast_enabled()) or not own.keys() >= {"weight", "bias"}:
+        return None
+    weight, bias, bits = own["weight"], own["bias"], 0
+    for place, tensor in enumerate((input, weight, bias)):
+        if tensor is not None:
+            if type(tensor) not in _OF_TORCH or (place and not tensor.is_leaf):
+                return None
+            bits |= tensor.requires_grad << place
+    return (weight, bias) if not bits or bits & wanted or not is_grad_enabled() else None
 
 
 def is_traced(x: Any) -> bool:

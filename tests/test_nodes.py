@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from itertools import product
 from typing import Any
 
@@ -470,6 +471,94 @@ STRANGE: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("make", STRANGE.values(), ids=STRANGE)
 def test_what_is_not_for_nodes(make: Callable[[], Any]) -> None:
     assert seen(make()) == [None, None]
+
+
+def without(name: str) -> nn.Module:
+    """A layer whose parameter has been replaced by what is computed from others."""
+    layer = nn.LayerNorm(2)
+    parameter = layer._parameters.pop(name)
+    layer.__dict__[name] = parameter * 2
+    return layer
+
+
+def computed() -> nn.Module:
+    """As within :func:`torch.func.functional_call`."""
+    layer = nn.LayerNorm(2)
+    layer._parameters["weight"] = layer.weight * 2
+    return layer
+
+
+LAYERS: dict[str, Callable[[], nn.Module]] = {
+    "both": lambda: nn.LayerNorm(2),
+    "none": lambda: nn.LayerNorm(2, elementwise_affine=False),
+    "no bias": lambda: nn.LayerNorm(2, bias=False),
+    "frozen": lambda: nn.LayerNorm(2).requires_grad_(False),
+    "frozen weight": lambda: nn.LayerNorm(2).apply(lambda m: m.weight.requires_grad_(False)),
+    "no parameter": lambda: without("weight"),
+    "no parameter, bias": lambda: without("bias"),
+    "computed": computed,
+    "complex": lambda: nn.LayerNorm(2, dtype=torch.complex64),
+    "meta": lambda: nn.LayerNorm(2, device="meta"),
+}
+INPUTS: dict[str, Callable[[], Any]] = {
+    "plain": lambda: torch.ones(2),
+    "wanted": lambda: torch.ones(2, requires_grad=True),
+    "computed": lambda: torch.ones(2, requires_grad=True) * 2,
+    "number": lambda: 1.0,
+    "subclass": lambda: torch.ones(2, requires_grad=True).as_subclass(Subclass),
+    "fake": lambda: FakeTensorMode().from_tensor(torch.ones(2, requires_grad=True)),
+}
+MODES: dict[str, Callable[[], Any]] = {
+    "none": nullcontext,
+    "no grad": torch.no_grad,
+    "function mode": FunctionMode,
+    "dispatch mode": DispatchMode,
+    "forward AD": forward_ad.dual_level,
+    "autocast": lambda: torch.autocast("cpu"),
+}
+
+
+def look(layer: nn.Module, x: Any) -> list[list[int] | None]:
+    """What :func:`memsave.function.for_stock` says, for every choice of gradients and flags."""
+    choices = product(range(8), (False, True), (False, True))
+    found = [function.for_stock(layer, wanted, x, *flags) for wanted, *flags in choices]
+    return [None if own is None else [*map(id, own)] for own in found]
+
+
+@needs_nodes
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+@pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
+def test_what_stock_may_take_at_once(layer: Any, mode: Any, monkeypatch) -> None:
+    """By a look of C++, as in Python."""
+    module = layer()
+    for make in INPUTS.values():
+        x = make()
+        with mode():
+            found = look(module, x)
+            with monkeypatch.context() as patch:
+                patch.setattr(function, "nodes", None)
+                assert look(module, x) == found
+            with function.observe(lambda call: None):
+                assert not any(look(module, x))
+
+
+@needs_nodes
+def test_what_stock_takes_at_once() -> None:
+    layer, x = nn.LayerNorm(2), torch.ones(2, requires_grad=True)
+    own, other = (layer.weight, layer.bias), function.INPUT | function.WEIGHT
+    assert function.for_stock(layer, other, x) == own
+    assert function.for_stock(layer, other, x.detach()) == own
+    layer.weight.requires_grad_(False)
+    assert function.for_stock(layer, other, x) == own
+    assert function.for_stock(layer, other, x.detach()) is None  # that of the bias alone
+    assert function.for_stock(layer, function.WEIGHT, x) is None
+    with torch.no_grad():
+        assert function.for_stock(layer, function.WEIGHT, x) == own
+    with FunctionMode():
+        assert function.for_stock(layer, other, x) is None
+    with torch.autocast("cpu"):
+        assert function.for_stock(layer, other, x, True) is None
+        assert function.for_stock(layer, other, x) == own
 
 
 P_OF_KEPT = (0.5, 0.1, 1 - 0.1, 2**-53, 1 - 2**-53, 5e-324)

@@ -301,6 +301,32 @@ PyObject *wanted(PyObject *, PyObject *const *args, Py_ssize_t count) {
     END_HANDLE_TH_ERRORS
 }
 
+/* The weight and the bias of a module that may call its stock op at once: see function.py. */
+PyObject *for_stock(PyObject *, PyObject *const *args, Py_ssize_t count) {
+    HANDLE_TH_ERRORS
+    TORCH_CHECK_TYPE(count == 5 && PyDict_Check(args[0]), "for_stock takes a dict, bits, a tensor and two flags");
+    static PyObject *const names[] = {PyUnicode_InternFromString("weight"), PyUnicode_InternFromString("bias")};
+    const auto &autocast = c10::autocast_dispatch_keyset;
+    const bool casts = args[3] == Py_True && !c10::impl::tls_local_dispatch_key_set().excluded_.has_all(autocast);
+    const bool traced = at::impl::PythonTorchFunctionTLS::stack_len() || torch::jit::tracer::isTracing();
+    if (traced || casts) Py_RETURN_NONE;
+    const bool enabled = at::GradMode::is_enabled();
+    PyObject *found[] = {args[2], nullptr, Py_None};
+    long wanted = 0;
+    for (int k = 0; k < (args[4] == Py_True ? 3 : 2); k++) {
+        if (k) found[k] = PyDict_GetItemWithError(args[0], names[k - 1]);
+        if (!found[k] && PyErr_Occurred()) return nullptr;
+        if (found[k] == Py_None) continue;
+        if (!found[k] || !THPVariable_CheckExact(found[k])) Py_RETURN_NONE;
+        const Tensor &tensor = THPVariable_Unpack(found[k]);
+        if (k && !tensor.is_leaf()) Py_RETURN_NONE;
+        if (enabled && tensor.requires_grad()) wanted |= 1l << k;
+    }
+    if (wanted && !(wanted & PyLong_AsLong(args[1]))) Py_RETURN_NONE;
+    return PyTuple_Pack(2, found[1], found[2]);
+    END_HANDLE_TH_ERRORS
+}
+
 bool numbers(PyObject *const *args, double *out, int count) {
     for (int k = 0; k < count; k++) {
         if (!PyFloat_CheckExact(args[k]) && !PyLong_CheckExact(args[k])) return false;
@@ -1267,6 +1293,10 @@ PyMethodDef methods[] = {
     {"wanted", FAST(wanted),
      "wanted(places, args): of which of these places gradients are wanted, as bits; None if an argument is "
      "neither None nor a plain tensor of the CPU, or anything is on that gives operations another meaning"},
+    {"for_stock", FAST(for_stock),
+     "for_stock(parameters, bits, input, casts, has_bias): the weight and the bias, if nothing traces (and no "
+     "autocast is on, if it casts), they are of torch's own classes, as the input, and of the three none "
+     "wants a gradient, or one of the bits does"},
     {"bits", FAST(bits),
      "bits(row, x, loop, inplace, low, high, family, a, b, op, args, also): x by a loop (or by op(*args), "
      "if it is not None) that says bits, of which backward makes g, or +0 (family 0); g * a, or +0 (1); "

@@ -29,6 +29,9 @@ _nodes.connect(_native.loops, *(getattr(_native, name) for name in LOOPS_OF_NODE
 #: wanted, as bits of a number; ``None`` if an argument is neither ``None`` nor a plain tensor of
 #: the CPU, or if anything is on that gives operations another meaning (a mode, autocast, ...).
 wanted = _nodes.wanted
+#: ``for_stock(parameters, wanted, input, casts, has_bias)``: :func:`memsave.function.for_stock` of
+#: a dict of parameters, while nobody observes.
+for_stock = _nodes.for_stock
 
 BACKWARD = {"select": 0, "part": 1, "scale": 2}
 
@@ -135,6 +138,7 @@ __all__ = [
     "cross_entropy",
     "dropout",
     "feature_dropout",
+    "for_stock",
     "instance_norm",
     "is_invertible",
     "max_pool",

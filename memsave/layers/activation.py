@@ -15,14 +15,15 @@ from torch.compiler import is_dynamo_compiling
 
 from .. import kernels, spec
 from ..function import (
+    WEIGHT,
     Grads,
     Mask,
     Saved,
     Shapes,
     define,
+    for_stock,
     is_final,
     is_plain_gradient,
-    stock_suffices,
 )
 from ..kernels.memory import has_memory
 from ..kernels.reference import Like
@@ -368,6 +369,6 @@ class PReLU(nn.PReLU):
     """As :class:`torch.nn.PReLU`. Keeps one bit per element while its weight is frozen."""
 
     def forward(self, input: Tensor) -> Tensor:
-        weight = self.weight
-        function = F.prelu if stock_suffices(weight, cast=True) else prelu
-        return function(input, weight)
+        if (own := for_stock(self, WEIGHT, input, True, False)) is not None:
+            return F.prelu(input, own[0])
+        return prelu(input, self.weight)

@@ -15,7 +15,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import kernels, spec
-from ..function import Grads, Mask, Saved, Shapes, define, is_final, stock_suffices
+from ..function import (
+    INPUT,
+    WEIGHT,
+    Grads,
+    Mask,
+    Saved,
+    Shapes,
+    define,
+    for_stock,
+    is_final,
+)
 from .module import drop_in
 
 
@@ -224,27 +234,30 @@ def batch_norm(
 def _forward(module: Any, input: Tensor) -> Tensor:
     """Which statistics to use and to update: https://docs.pytorch.org/docs/stable/nn.html."""
     module._check_input_dim(input)
-    training, momentum, weight = module.training, module.momentum, module.weight
+    training, momentum = module.training, module.momentum
     mean, var = module.running_mean, module.running_var
-    function = F.batch_norm if _stock_suffices(training, input, weight) else batch_norm
+    if (own := _for_stock(module, training, input)) is None:
+        function, own = batch_norm, (module.weight, module.bias)
+    else:
+        function = F.batch_norm
     by_batch = training or (mean is None and var is None)
     if training and not module.track_running_stats:
         mean = var = None
-    elif training and module.num_batches_tracked is not None:
-        module.num_batches_tracked.add_(1)
+    elif training and (count := module.num_batches_tracked) is not None:
+        count.add_(1)
         if momentum is None:  # cumulative average
-            momentum = 1.0 / float(module.num_batches_tracked)
+            momentum = 1.0 / float(count)
     momentum = 0.0 if momentum is None else momentum
-    return function(input, mean, var, weight, module.bias, by_batch, momentum, module.eps)
+    return function(input, mean, var, *own, by_batch, momentum, module.eps)
 
 
-def _stock_suffices(training: bool, input: Tensor, weight: Tensor | None) -> bool:
+def _for_stock(module: Any, training: bool, input: Tensor) -> tuple[Any, Any] | None:
     """(Without a weight, its second derivative leaves out terms; elsewhere it may copy ``x``.)"""
-    if weight is None or not input.is_cpu:
-        return False
     # Not training, the gradient of the input reads none of it.
-    suffices = (training or weight.requires_grad) and stock_suffices(input, weight)
-    return suffices and not (training and kernels.beats_batch_norm(input))
+    own = for_stock(module, INPUT | WEIGHT if training else WEIGHT, input)
+    if own is None or own[0] is None or not input.is_cpu:
+        return None
+    return None if training and kernels.beats_batch_norm(input) else own
 
 
 @drop_in(spec.BATCH_NORM_EVAL, spec.BATCH_NORM_TRAIN)

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import kernels, spec
-from ..function import Grads, Mask, Saved, Shapes, define, stock_suffices
+from ..function import WEIGHT, Grads, Mask, Saved, Shapes, define, for_stock
 from .module import drop_in
 from .shape import Ints, per_axis, remembered
 
@@ -418,94 +418,80 @@ conv_transpose2d = _functional_transpose(_conv_transpose2d, 2)
 conv_transpose3d = _functional_transpose(_conv_transpose3d, 3)
 
 
-def _forward(
-    layer: Callable[..., Tensor], module: Any, x: Tensor, weight: Tensor, bias: Tensor | None
-) -> Tensor:
-    padding, mode = module.padding, module.padding_mode
-    stock = weight.requires_grad and not _stock_pads(padding=padding, padding_mode=mode)
-    if stock and _stock_suffices(weight):
-        options = (module.stride, padding, module.dilation, module.groups)
-        return CONV[weight.ndim - 2](x, weight, bias, *options)
-    return layer(
-        x,
+#: By the number of spatial axes.
+_CONV = {1: _conv1d, 2: _conv2d, 3: _conv3d}
+_TRANSPOSE = {1: conv_transpose1d, 2: conv_transpose2d, 3: conv_transpose3d}
+
+
+def _forward(self: Any, input: Tensor) -> Tensor:
+    padding = self.padding
+    pads = _stock_pads(padding=padding, padding_mode=self.padding_mode)
+    if not pads and (own := for_stock(self, WEIGHT, input, True)) is not None:
+        stock = CONV[len(self.kernel_size)]
+        return stock(input, *own, self.stride, padding, self.dilation, self.groups)
+    return self._conv_forward(input, self.weight, self.bias)
+
+
+def _conv_forward(self: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return _CONV[len(self.kernel_size)](
+        input,
         weight,
         bias,
-        stride=module.stride,
-        padding=padding,
-        dilation=module.dilation,
-        groups=module.groups,
-        padding_mode=mode,
+        stride=self.stride,
+        padding=self.padding,
+        dilation=self.dilation,
+        groups=self.groups,
+        padding_mode=self.padding_mode,
     )
-
-
-def _stock_suffices(weight: Tensor) -> bool:
-    """(One that is computed from parameters lives no longer than it is kept.)"""
-    return weight.is_leaf and stock_suffices(weight, cast=True)
 
 
 @drop_in(spec.CONV1D)
 class Conv1d(nn.Conv1d):
     """As :class:`torch.nn.Conv1d`."""
 
-    def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return _forward(_conv1d, self, input, weight, bias)
+    forward, _conv_forward = _forward, _conv_forward  # type: ignore[assignment]
 
 
 @drop_in(spec.CONV2D)
 class Conv2d(nn.Conv2d):
     """As :class:`torch.nn.Conv2d`."""
 
-    def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return _forward(_conv2d, self, input, weight, bias)
+    forward, _conv_forward = _forward, _conv_forward  # type: ignore[assignment]
 
 
 @drop_in(spec.CONV3D)
 class Conv3d(nn.Conv3d):
     """As :class:`torch.nn.Conv3d`."""
 
-    def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return _forward(_conv3d, self, input, weight, bias)
+    forward, _conv_forward = _forward, _conv_forward  # type: ignore[assignment]
 
 
-def _forward_transpose(
-    layer: Callable[..., Tensor], module: Any, x: Tensor, output_size: list[int] | None
-) -> Tensor:
-    dims = len(module.kernel_size)
-    geometry = (module.stride, module.padding, module.kernel_size, dims, module.dilation)
-    weight = module.weight
-    if weight.requires_grad and _stock_suffices(weight):
-        layer = CONV_TRANSPOSE[dims]
-    return layer(
-        x,
-        weight,
-        module.bias,
-        stride=module.stride,
-        padding=module.padding,
-        output_padding=module._output_padding(x, output_size, *geometry),
-        groups=module.groups,
-        dilation=module.dilation,
-    )
+def _forward_transpose(self: Any, input: Tensor, output_size: list[int] | None = None) -> Tensor:
+    dims = len(self.kernel_size)
+    geometry = (self.stride, self.padding, self.kernel_size, dims, self.dilation)
+    output_padding = self._output_padding(input, output_size, *geometry)
+    options = (self.stride, self.padding, output_padding, self.groups, self.dilation)
+    if (own := for_stock(self, WEIGHT, input, True)) is not None:
+        return CONV_TRANSPOSE[dims](input, *own, *options)
+    return _TRANSPOSE[dims](input, self.weight, self.bias, *options)
 
 
 @drop_in(spec.CONV_TRANSPOSE1D)
 class ConvTranspose1d(nn.ConvTranspose1d):
     """As :class:`torch.nn.ConvTranspose1d`."""
 
-    def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
-        return _forward_transpose(conv_transpose1d, self, input, output_size)
+    forward = _forward_transpose
 
 
 @drop_in(spec.CONV_TRANSPOSE2D)
 class ConvTranspose2d(nn.ConvTranspose2d):
     """As :class:`torch.nn.ConvTranspose2d`."""
 
-    def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
-        return _forward_transpose(conv_transpose2d, self, input, output_size)
+    forward = _forward_transpose
 
 
 @drop_in(spec.CONV_TRANSPOSE3D)
 class ConvTranspose3d(nn.ConvTranspose3d):
     """As :class:`torch.nn.ConvTranspose3d`."""
 
-    def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
-        return _forward_transpose(conv_transpose3d, self, input, output_size)
+    forward = _forward_transpose

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from .. import kernels, spec
-from ..function import Grads, Mask, Saved, Shapes, define, stock_suffices
+from ..function import INPUT, WEIGHT, Grads, Mask, Saved, Shapes, define, for_stock
 from ..kernels.memory import FORMATS
 from .batch_norm import batch_norm, by_batch, weight_or_ones
 from .module import drop_in
@@ -337,10 +337,9 @@ class GroupNorm(nn.GroupNorm):
     def forward(self, input: Tensor) -> Tensor:
         # Of another layout the stock op keeps a copy.
         as_it_is = input.is_contiguous() or _memory_format(input) is not None
-        weight = self.weight
-        stock = as_it_is and stock_suffices(input, weight)
-        function = F.group_norm if stock else group_norm
-        return function(input, self.num_groups, weight, self.bias, self.eps)
+        if as_it_is and (own := for_stock(self, INPUT | WEIGHT, input)) is not None:
+            return F.group_norm(input, self.num_groups, *own, self.eps)
+        return group_norm(input, self.num_groups, self.weight, self.bias, self.eps)
 
 
 @drop_in(spec.GROUP_NORM_FROM_OUTPUT)
@@ -365,7 +364,7 @@ def _apply_instance_norm(self: Any, input: Tensor) -> Tensor:
     suffices = (
         weight is None
         and running_mean is None
-        and stock_suffices(input)
+        and for_stock(self, INPUT, input) is not None
         and input.is_contiguous()
         and input.shape[0] > 1
         and not kernels.beats_batch_norm(input)

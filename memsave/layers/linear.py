@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import spec
-from ..function import define, stock_suffices
+from ..function import BIAS, INPUT, WEIGHT, define, for_stock
 from .module import drop_in
 
 _linear = define(spec.LINEAR, primal=F.linear)
@@ -29,6 +29,6 @@ class Linear(nn.Linear):
     """As :class:`torch.nn.Linear`."""
 
     def forward(self, input: Tensor) -> Tensor:
-        weight, bias = self.weight, self.bias
-        function = F.linear if stock_suffices(input, weight, bias) else linear
-        return function(input, weight, bias)
+        if (own := for_stock(self, INPUT | WEIGHT | BIAS, input)) is not None:
+            return F.linear(input, *own)
+        return linear(input, self.weight, self.bias)

@@ -24,14 +24,16 @@ from torch.compiler import is_dynamo_compiling
 
 from .. import kernels, spec
 from ..function import (
+    INPUT,
+    WEIGHT,
     Grads,
     Mask,
     Saved,
     Shapes,
     define,
+    for_stock,
     is_final,
     is_traced,
-    stock_suffices,
 )
 from ..kernels.reference import Rows
 from .batch_norm import weight_or_ones, wide_dtype
@@ -446,9 +448,9 @@ class LayerNorm(nn.LayerNorm):
     """As :class:`torch.nn.LayerNorm`. Keeps its input, or nothing for the bias alone."""
 
     def forward(self, input: Tensor) -> Tensor:
-        weight = self.weight
-        function = F.layer_norm if stock_suffices(input, weight) else layer_norm
-        return function(input, self.normalized_shape, weight, self.bias, self.eps)
+        if (own := for_stock(self, INPUT | WEIGHT, input)) is not None:
+            return torch.layer_norm(input, self.normalized_shape, *own, self.eps)
+        return layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
 
 
 @drop_in(spec.LAYER_NORM_FROM_OUTPUT)
