@@ -19,10 +19,8 @@
 #include <ATen/Parallel.h>
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/autocast_mode.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
-#include <deque>
 
 extern "C" {
 #include "loops.h"
@@ -105,11 +103,14 @@ Tensor as_integers(const Tensor &x, at::ScalarType dtype) {
 
 Tensor empty_bits(int64_t elements) { return memory({(elements + 7) / 8}, at::kByte); }
 
-/* An input, of which an operation on its gradient reads the shape alone. */
+/* An input, of which an operation on its gradient reads the shape alone: of the memory of the gradient, if
+   that has as many elements, so that an operation that wants it contiguous makes no copy. */
 Tensor stand_in(const Tensor &g, at::IntArrayRef shape) {
     if (!is_plain(g) || !is_unobserved()) return at::empty({1}, g.options()).expand(shape);
-    const Tensor x = memory({1}, g.scalar_type());
-    x.unsafeGetTensorImpl()->set_sizes_and_strides(shape, at::DimVector(shape.size(), 0));
+    const bool fits = g.is_contiguous() && c10::multiply_integers(shape) <= g.numel();
+    const Tensor x = fits ? g.detach() : memory({1}, g.scalar_type());
+    x.unsafeGetTensorImpl()->set_sizes_and_strides(
+        shape, fits ? c10::contiguous_strides(shape) : at::DimVector(shape.size(), 0));
     return x;
 }
 
@@ -198,20 +199,25 @@ Tensor bits_backward(AutogradContext *, const Tensor &);
 Tensor dropout_from_rng_backward(AutogradContext *, const Tensor &);
 Tensor feature_dropout_backward(AutogradContext *, const Tensor &);
 Tensor batch_norm_eval_backward(AutogradContext *, const Tensor &);
-Tensor adjoint_backward(AutogradContext *, const Tensor &);
-Tensor rest_backward(AutogradContext *, const Tensor &);
+Tensor curve_backward(AutogradContext *, const Tensor &);
+Tensor embedding_backward(AutogradContext *, const Tensor &);
+Tensor pad_backward(AutogradContext *, const Tensor &);
+Tensor avg_pool_backward(AutogradContext *, const Tensor &);
+Tensor adaptive_avg_pool_backward(AutogradContext *, const Tensor &);
+Tensor convolution_backward(AutogradContext *, const Tensor &);
 Tensor max_pool_backward(AutogradContext *, const Tensor &);
 Tensor instance_norm_backward(AutogradContext *, const Tensor &);
 Tensor cross_entropy_backward(AutogradContext *, const Tensor &);
 Tensor adaptive_max_pool_backward(AutogradContext *, const Tensor &);
 enum Kind : int64_t {
-    BITS, DROPOUT_FROM_RNG, FEATURE_DROPOUT, BATCH_NORM_EVAL, ADJOINT, REST_OF_ONE, MAX_POOL, INSTANCE_NORM, CROSS_ENTROPY,
-    ADAPTIVE_MAX_POOL
+    BITS, DROPOUT_FROM_RNG, FEATURE_DROPOUT, BATCH_NORM_EVAL, CURVE, EMBEDDING, PAD, AVG_POOL,
+    ADAPTIVE_AVG_POOL, CONVOLUTION, MAX_POOL, INSTANCE_NORM, CROSS_ENTROPY, ADAPTIVE_MAX_POOL
 };
 Tensor (*const BACKWARD[])(AutogradContext *, const Tensor &) = {
     bits_backward, dropout_from_rng_backward, feature_dropout_backward, batch_norm_eval_backward,
-    adjoint_backward, rest_backward, max_pool_backward, instance_norm_backward, cross_entropy_backward,
-    adaptive_max_pool_backward};
+    curve_backward, embedding_backward, pad_backward, avg_pool_backward,
+    adaptive_avg_pool_backward, convolution_backward, max_pool_backward, instance_norm_backward,
+    cross_entropy_backward, adaptive_max_pool_backward};
 
 void remember(AutogradContext *ctx, Made *made) {
     ctx->set_materialize_grads(false);
@@ -336,45 +342,38 @@ bool numbers(PyObject *const *args, double *out, int count) {
     return true;
 }
 
-/* A value that is no tensor: a number, a tuple of them, a dtype; undefined with an error. */
-std::optional<at::IValue> constant(PyObject *arg) {
-    if (arg == Py_None) return at::IValue();
-    if (PyBool_Check(arg)) return at::IValue(arg == Py_True);
-    if (PyLong_CheckExact(arg)) return at::IValue((int64_t)PyLong_AsLongLong(arg));
-    if (PyFloat_CheckExact(arg)) return at::IValue(PyFloat_AsDouble(arg));
-    if (THPDtype_Check(arg)) return at::IValue((int64_t)((THPDtype *)arg)->scalar_type);
-    if (PyTuple_CheckExact(arg)) {
-        std::vector<int64_t> integers;
-        std::vector<bool> flags;
-        for (Py_ssize_t k = 0; k < PyTuple_GET_SIZE(arg); k++) {
-            PyObject *item = PyTuple_GET_ITEM(arg, k);
-            if (PyBool_Check(item)) flags.push_back(item == Py_True);
-            else if (PyLong_CheckExact(item)) integers.push_back(PyLong_AsLongLong(item));
-            else return std::nullopt;
+/* As options of layers are: a number for all axes, or one for each; none stands for those given. */
+bool sizes(PyObject *arg, size_t dims, at::DimVector &out, at::IntArrayRef absent = {}) {
+    const bool is_tuple = PyTuple_CheckExact(arg);
+    const size_t given = is_tuple ? PyTuple_GET_SIZE(arg) : 1;
+    if (given != 1 && given != dims) return false;
+    out.resize(dims);
+    for (size_t axis = 0; axis < dims; axis++) {
+        PyObject *one = is_tuple ? PyTuple_GET_ITEM(arg, given == 1 ? 0 : axis) : arg;
+        if (one == Py_None && !absent.empty()) {
+            out[axis] = absent[axis];
+            continue;
         }
-        if (flags.empty()) return at::IValue(integers);
-        c10::List<bool> list;
-        for (const bool flag : flags) list.push_back(flag);
-        return at::IValue(list);
+        if (!PyLong_CheckExact(one)) return false;
+        out[axis] = PyLong_AsLongLong(one);
+        if (out[axis] == -1 && PyErr_Occurred()) return PyErr_Clear(), false;
     }
-    return std::nullopt;
+    return true;
 }
 
-/* By a stock operation in Python: primal(*args, **options). */
-bool compute(PyObject *primal, PyObject *args, PyObject *options, Tensor &y) {
-    at::AutoGradMode without(false);
-    THPObjectPtr result(PyObject_Call(primal, args, options));
-    if (!result) return false;
-    y = THPVariable_Unpack(result.get());
-    if (y.is_view()) y = y.variable_data();
-    return true;
+/* By operations of torch, of which no graph is made. */
+template <typename Operations>
+Tensor compute(const Operations &operations) {
+    pybind11::gil_scoped_release unlocked;
+    at::AutoDispatchBelowADInplaceOrView guard;
+    return operations();
 }
 
 PyObject *bits(PyObject *, PyObject *const *args, Py_ssize_t count) {
     HANDLE_TH_ERRORS
-    TORCH_CHECK_TYPE(count == 12, "bits takes 12 arguments");
-    PyObject *op = args[9], *also = args[11];
-    TORCH_CHECK_TYPE(op == Py_None || PyTuple_CheckExact(args[10]), "the arguments are no tuple");
+    TORCH_CHECK_TYPE(count == 11, "bits takes 11 arguments");
+    PyObject *also = args[10];
+    const bool softshrinks = args[9] == Py_True;
     const Tensor *x = plain(args[1]);
     double number[4];
     const int64_t forward = PyLong_AsLongLong(args[2]), family = PyLong_AsLongLong(args[6]);
@@ -387,12 +386,10 @@ PyObject *bits(PyObject *, PyObject *const *args, Py_ssize_t count) {
     if (inplace < 0) return nullptr;
     Made made;
     if (also != Py_None && !THPVariable_CheckExact(also)) Py_RETURN_NONE;
-    if (op != Py_None && inplace) Py_RETURN_NONE;
-    if (op != Py_None && !compute(op, args[10], nullptr, made.y)) return nullptr;
     {
         pybind11::gil_scoped_release unlocked;
         at::AutoDispatchBelowADInplaceOrView guard;
-        if (!made.y.defined()) made.y = inplace ? *x : memory_like(*x);
+        made.y = softshrinks ? at::softshrink(*x, number[1]) : inplace ? *x : memory_like(*x);
         made.kept = {empty_bits(x->numel())};
         run(loop, *x, made.y, made.kept[0], number[0], number[1]);
     }
@@ -703,13 +700,13 @@ PyObject *adaptive_max_pool(PyObject *, PyObject *const *args, Py_ssize_t count)
     HANDLE_TH_ERRORS
     TORCH_CHECK_TYPE(count == 5, "adaptive_max_pool takes a name, a tensor, two tuples and bits");
     const Tensor *x = plain(args[1]);
-    const auto outputs = constant(args[2]), sizes = constant(args[3]);
+    const size_t dims = PyTuple_Size(args[2]), absent = 3 - dims;
     const int64_t bits = PyLong_AsLongLong(args[4]);
     if (PyErr_Occurred()) return nullptr;
-    if (!x || !x->is_contiguous() || !x->numel() || !outputs || !sizes) Py_RETURN_NONE;
+    at::DimVector kernel, out;
+    if (!x || !x->is_contiguous() || !x->numel()) Py_RETURN_NONE;
+    if (!sizes(args[2], dims, out) || !sizes(args[3], dims, kernel)) Py_RETURN_NONE;
     if (x->scalar_type() != at::kFloat && x->scalar_type() != at::kDouble) Py_RETURN_NONE;
-    const auto kernel = sizes->toDimVector(), out = outputs->toDimVector();
-    const size_t dims = out.size(), absent = 3 - dims;
     Made made;
     {
         pybind11::gil_scoped_release unlocked;
@@ -788,51 +785,225 @@ Tensor batch_norm_eval_backward(AutogradContext *ctx, const Tensor &g) {
     return times(g, scale);
 }
 
-/* A stock operation whose gradient is a few operations, called by their names, on that of its output. */
-struct Step {
-    c10::OperatorHandle op, inplace; /* The second where it may overwrite what the step before made. */
-    std::vector<at::IValue> args;    /* Constants, */
-    std::vector<char> kinds;         /* or what a letter stands for (see methods below). */
-};
-struct Recipe {
-    std::vector<Step> steps;
-    bool flat; /* They want an axis more: of length 1, before the last. */
-    bool of_output;
-};
-std::deque<Recipe> recipes; /* for good: references to them stay */
+/* Convolutions, transposed or not, by what is no parameter. The gradient is the other of the two; of few
+   elements, stock's kernel is the faster. */
+constexpr int64_t FEW_ELEMENTS = 1 << 15;
+enum Sizes { STRIDE, PADDING, DILATION, LEFT_OVER };
 
-Tensor adjoint_backward(AutogradContext *ctx, const Tensor &given) {
-    const auto &recipe = *(const Recipe *)(intptr_t)ctx->saved_data.at("recipe").toInt();
-    const auto kept = ctx->get_saved_variables();
-    const Tensor g = recipe.flat ? given.unsqueeze(-2) : given;
-    Tensor made;
-    const bool overwrites = !at::GradMode::is_enabled() && is_plain(g) && is_unobserved();
-    for (const auto &step : recipe.steps) {
-        torch::jit::Stack stack;
-        stack.reserve(step.args.size());
-        for (size_t k = 0; k < step.args.size(); k++) switch (step.kinds[k]) {
-            case 'g': stack.emplace_back(g); break;
-            case 'k': stack.emplace_back(kept.at(0)); break;
-            case 'i': stack.emplace_back(as_integers(kept.at(0), at::kInt)); break;
-            case 'r': stack.emplace_back(made); break;
-            case 'x': {
-                const auto shape = ctx->saved_data.at("shape").toDimVector();
-                const Tensor x = stand_in(g, shape);
-                stack.emplace_back(recipe.flat ? x.unsqueeze(-2) : x);
-                break;
-            }
-            default: stack.push_back(step.args[k]);
-        }
-        (overwrites ? step.inplace : step.op).callBoxed(stack);
-        made = stack[0].toTensor();
-    }
-    return recipe.flat ? made.squeeze(-2) : made;
+PyObject *convolution(PyObject *, PyObject *const *args, Py_ssize_t count) {
+    HANDLE_TH_ERRORS
+    TORCH_CHECK_TYPE(count == 10, "convolution takes 10 arguments");
+    const Tensor *x = plain(args[1]), *weight = plain(args[2]);
+    const bool has_bias = args[3] != Py_None, transposed = args[7] == Py_True;
+    const Tensor *bias = has_bias ? plain(args[3]) : nullptr;
+    const int64_t groups = PyLong_AsLongLong(args[9]);
+    if (PyErr_Occurred()) return nullptr;
+    if (!x || !weight || (has_bias && !bias) || !x->is_contiguous() || !x->numel()) Py_RETURN_NONE;
+    if (x->dim() != weight->dim() || x->dim() < 3 || x->dim() > 5) Py_RETURN_NONE;
+    const size_t dims = x->dim() - 2;
+    at::DimVector by[4];
+    for (int k = 0; k < 4; k++)
+        if (!sizes(args[k == LEFT_OVER ? 8 : 4 + k], dims, by[k])) Py_RETURN_NONE;
+    Made made;
+    made.y = compute([&] {
+        const auto given = has_bias ? std::optional<Tensor>(*bias) : std::nullopt;
+        return at::convolution(*x, *weight, given, by[STRIDE], by[PADDING], by[DILATION], transposed,
+                               by[LEFT_OVER], groups);
+    });
+    if (!made.y.numel()) Py_RETURN_NONE;
+    for (size_t axis = 0; axis < dims && !transposed; axis++)
+        by[LEFT_OVER][axis] = (x->size(2 + axis) + 2 * by[PADDING][axis] -
+                               by[DILATION][axis] * (weight->size(2 + axis) - 1) - 1) % by[STRIDE][axis];
+    at::DimVector options = {transposed, groups};
+    for (const auto &one : by) options.append(one.begin(), one.end());
+    made.kept = {*weight};
+    made.call["options"] = at::IntArrayRef(options);
+    made.call["shape"] = x->sizes();
+    return layer(args[0], *x, CONVOLUTION, made);
+    END_HANDLE_TH_ERRORS
 }
 
-/* Of a curve whose slope is 1 - exp(factor * y). */
-Tensor rest_backward(AutogradContext *ctx, const Tensor &g) {
-    const Tensor y = ctx->get_saved_variables()[0];
-    const double factor = ctx->saved_data.at("factor").toDouble();
+Tensor convolution_backward(AutogradContext *ctx, const Tensor &g) {
+    const Tensor weight = ctx->get_saved_variables()[0];
+    const auto options = ctx->saved_data.at("options").toDimVector();
+    const auto shape = ctx->saved_data.at("shape").toDimVector();
+    const size_t dims = shape.size() - 2;
+    const auto by = [&](Sizes one) { return at::IntArrayRef(options).slice(2 + one * dims, dims); };
+    const bool transposed = options[0];
+    const at::DimVector zeros(dims, 0);
+    if (!transposed && c10::multiply_integers(shape) < FEW_ELEMENTS)
+        return std::get<0>(at::convolution_backward(
+            g, stand_in(g, shape), weight, at::OptionalIntArrayRef(), by(STRIDE), by(PADDING), by(DILATION),
+            false, zeros, options[1], {true, false, false}));
+    return at::convolution(g, weight, {}, by(STRIDE), by(PADDING), by(DILATION), !transposed,
+                           transposed ? at::IntArrayRef(zeros) : by(LEFT_OVER), options[1]);
+}
+
+/* Padding by reflection and replication. */
+using Pad = Tensor(const Tensor &, at::IntArrayRef);
+using PadBackward = Tensor(const Tensor &, const Tensor &, at::IntArrayRef);
+Pad *const PADS[][3] = {{at::reflection_pad1d, at::reflection_pad2d, at::reflection_pad3d},
+                        {at::replication_pad1d, at::replication_pad2d, at::replication_pad3d}};
+PadBackward *const PADS_BACKWARD[][3] = {
+    {at::reflection_pad1d_backward, at::reflection_pad2d_backward, at::reflection_pad3d_backward},
+    {at::replication_pad1d_backward, at::replication_pad2d_backward, at::replication_pad3d_backward}};
+
+PyObject *pad(PyObject *, PyObject *const *args, Py_ssize_t count) {
+    HANDLE_TH_ERRORS
+    TORCH_CHECK_TYPE(count == 4, "pad takes 4 arguments");
+    const Tensor *x = plain(args[1]);
+    const bool replicates = args[2] == Py_True;
+    const size_t ends = PyTuple_CheckExact(args[3]) ? PyTuple_GET_SIZE(args[3]) : 0, dims = ends / 2;
+    at::DimVector edges;
+    if (!x || !x->is_contiguous() || !x->numel() || ends % 2 || !dims || dims > 3) Py_RETURN_NONE;
+    if ((size_t)x->dim() - dims - 1 > 1 || !sizes(args[3], ends, edges)) Py_RETURN_NONE;
+    Made made;
+    made.y = compute([&] { return PADS[replicates][dims - 1](*x, edges); });
+    if (!made.y.numel()) Py_RETURN_NONE;
+    made.call["replicates"] = replicates;
+    made.call["edges"] = at::IntArrayRef(edges);
+    made.call["shape"] = x->sizes();
+    return layer(args[0], *x, PAD, made);
+    END_HANDLE_TH_ERRORS
+}
+
+Tensor pad_backward(AutogradContext *ctx, const Tensor &g) {
+    const auto edges = ctx->saved_data.at("edges").toDimVector();
+    const auto shape = ctx->saved_data.at("shape").toDimVector();
+    const bool replicates = ctx->saved_data.at("replicates").toBool();
+    return PADS_BACKWARD[replicates][edges.size() / 2 - 1](g, stand_in(g, shape), edges);
+}
+
+/* Average pooling. Of one axis, as torch: of two, of which the first has one place. */
+PyObject *avg_pool(PyObject *, PyObject *const *args, Py_ssize_t count) {
+    HANDLE_TH_ERRORS
+    TORCH_CHECK_TYPE(count == 9, "avg_pool takes 9 arguments");
+    const Tensor *x = plain(args[1]);
+    const size_t dims = PyLong_AsSize_t(args[2]);
+    const bool ceil = args[6] == Py_True, includes = args[7] == Py_True;
+    const int64_t divisor = args[8] == Py_None ? 0 : PyLong_AsLongLong(args[8]);
+    if (PyErr_Occurred()) return nullptr;
+    at::DimVector by[3];
+    if (!x || !x->is_contiguous() || !x->numel() || (args[8] != Py_None && !divisor)) Py_RETURN_NONE;
+    for (int k = 0; k < 3; k++)
+        if (!sizes(args[3 + k], dims, by[k])) Py_RETURN_NONE;
+    const auto given = divisor ? std::optional<int64_t>(divisor) : std::nullopt;
+    Made made;
+    made.y = compute([&] {
+        if (dims == 1) return at::avg_pool1d(*x, by[0], by[1], by[2], ceil, includes);
+        if (dims == 2) return at::avg_pool2d(*x, by[0], by[1], by[2], ceil, includes, given);
+        return at::avg_pool3d(*x, by[0], by[1], by[2], ceil, includes, given);
+    });
+    if (!made.y.numel()) Py_RETURN_NONE;
+    at::DimVector options = {ceil, includes, divisor};
+    const int64_t absent[] = {1, 1, 0};
+    for (int k = 0; k < 3; k++) {
+        if (dims == 1) options.push_back(absent[k]);
+        options.append(by[k].begin(), by[k].end());
+    }
+    made.call["options"] = at::IntArrayRef(options);
+    made.call["shape"] = x->sizes();
+    made.call["flat"] = dims == 1;
+    return layer(args[0], *x, AVG_POOL, made);
+    END_HANDLE_TH_ERRORS
+}
+
+Tensor avg_pool_backward(AutogradContext *ctx, const Tensor &g) {
+    const auto options = ctx->saved_data.at("options").toDimVector();
+    const auto shape = ctx->saved_data.at("shape").toDimVector();
+    const size_t dims = options.size() / 3 - 1;
+    const auto by = [&](int k) { return at::IntArrayRef(options).slice(3 + k * dims, dims); };
+    const auto divisor = options[2] ? std::optional<int64_t>(options[2]) : std::nullopt;
+    const bool flat = ctx->saved_data.at("flat").toBool();
+    const Tensor given = stand_in(g, shape), x = flat ? given.unsqueeze(-2) : given;
+    const Tensor dx = (dims == 3 ? at::avg_pool3d_backward : at::avg_pool2d_backward)(
+        flat ? g.unsqueeze(-2) : g, x, by(0), by(1), by(2), options[0], options[1], divisor);
+    return flat ? dx.squeeze(-2) : dx;
+}
+
+PyObject *adaptive_avg_pool(PyObject *, PyObject *const *args, Py_ssize_t count) {
+    HANDLE_TH_ERRORS
+    TORCH_CHECK_TYPE(count == 4, "adaptive_avg_pool takes 4 arguments");
+    const Tensor *x = plain(args[1]);
+    const size_t dims = PyLong_AsSize_t(args[2]);
+    if (PyErr_Occurred()) return nullptr;
+    at::DimVector out;
+    if (!x || !x->is_contiguous() || !x->numel() || (size_t)x->dim() < dims) Py_RETURN_NONE;
+    if (!sizes(args[3], dims, out, x->sizes().slice(x->dim() - dims))) Py_RETURN_NONE;
+    Made made;
+    made.y = compute([&] {
+        if (dims == 1) return at::adaptive_avg_pool1d(*x, out);
+        return dims == 2 ? at::adaptive_avg_pool2d(*x, out) : at::adaptive_avg_pool3d(*x, out);
+    });
+    if (!made.y.numel()) Py_RETURN_NONE;
+    made.call["dims"] = (int64_t)dims;
+    made.call["shape"] = x->sizes();
+    return layer(args[0], *x, ADAPTIVE_AVG_POOL, made);
+    END_HANDLE_TH_ERRORS
+}
+
+Tensor adaptive_avg_pool_backward(AutogradContext *ctx, const Tensor &g) {
+    const Tensor x = stand_in(g, ctx->saved_data.at("shape").toDimVector());
+    const int64_t dims = ctx->saved_data.at("dims").toInt();
+    if (dims == 1) return at::_adaptive_avg_pool2d_backward(g.unsqueeze(-2), x.unsqueeze(-2)).squeeze(-2);
+    return dims == 2 ? at::_adaptive_avg_pool2d_backward(g, x) : at::_adaptive_avg_pool3d_backward(g, x);
+}
+
+/* Embeddings, which keep their indices as the smallest integers. */
+PyObject *embedding(PyObject *, PyObject *const *args, Py_ssize_t count) {
+    HANDLE_TH_ERRORS
+    TORCH_CHECK_TYPE(count == 6 && THPDtype_Check(args[3]), "embedding takes 6 arguments, the fourth a dtype");
+    const Tensor *weight = plain(args[1]), *indices = plain(args[2]);
+    const int64_t padding = PyLong_AsLongLong(args[4]);
+    const bool by_freq = args[5] == Py_True;
+    if (PyErr_Occurred()) return nullptr;
+    if (!weight || !indices || !weight->is_contiguous() || !weight->numel()) Py_RETURN_NONE;
+    Made made;
+    made.y = compute([&] { return at::embedding(*weight, *indices, padding, by_freq); });
+    if (!made.y.numel()) Py_RETURN_NONE;
+    made.kept = {compute([&] { return as_integers(*indices, ((THPDtype *)args[3])->scalar_type); })};
+    const int64_t options[] = {weight->size(0), padding, by_freq};
+    made.call["options"] = at::IntArrayRef(options);
+    return layer(args[0], *weight, EMBEDDING, made);
+    END_HANDLE_TH_ERRORS
+}
+
+Tensor embedding_backward(AutogradContext *ctx, const Tensor &g) {
+    const Tensor indices = as_integers(ctx->get_saved_variables()[0], at::kInt);
+    const auto options = ctx->saved_data.at("options").toDimVector();
+    return at::embedding_dense_backward(g, indices, options[0], options[1], options[2]);
+}
+
+/* Activations that are curves. From x: log-sigmoid, x - tanh(x); from y: elu and its kin, and what has a
+   slope of 1 - exp(factor * y): softplus and log-sigmoid. */
+enum Curve : int64_t { LOGSIGMOID, TANHSHRINK, ELU_FROM_OUTPUT, SOFTPLUS_FROM_OUTPUT, LOGSIGMOID_FROM_OUTPUT, CURVES };
+
+PyObject *curve(PyObject *, PyObject *const *args, Py_ssize_t count) {
+    HANDLE_TH_ERRORS
+    TORCH_CHECK_TYPE(count == 6, "curve takes 6 arguments");
+    const Tensor *x = plain(args[1]);
+    const int64_t which = PyLong_AsLongLong(args[2]);
+    double by[3];
+    if (PyErr_Occurred()) return nullptr;
+    TORCH_CHECK_INDEX(which >= 0 && which < CURVES, "no such curve");
+    if (!x || !x->numel() || !x->is_floating_point() || !numbers(args + 3, by, 3)) Py_RETURN_NONE;
+    const bool is_narrow = c10::elementSize(x->scalar_type()) < 4;
+    if (which >= SOFTPLUS_FROM_OUTPUT && is_narrow) Py_RETURN_NONE;
+    Made made;
+    made.y = compute([&] {
+        if (which == TANHSHRINK) return *x - x->tanh();
+        if (which == ELU_FROM_OUTPUT) return at::elu(*x, by[0], by[1], by[2]);
+        return which == SOFTPLUS_FROM_OUTPUT ? at::softplus(*x, by[0], by[1]) : at::log_sigmoid(*x);
+    });
+    made.kept = {which < ELU_FROM_OUTPUT ? *x : made.y};
+    made.call["which"] = which;
+    made.call["numbers"] = at::ArrayRef<double>(by, 3);
+    return layer(args[0], *x, CURVE, made);
+    END_HANDLE_TH_ERRORS
+}
+
+/* Of a slope of 1 - exp(factor * y). */
+Tensor times_rest(const Tensor &g, const Tensor &y, double factor) {
     if (at::GradMode::is_enabled() || !is_plain(g) || !is_plain(y) || !is_unobserved())
         return g * -(y * factor).expm1();
     at::AutoDispatchBelowADInplaceOrView guard;
@@ -847,6 +1018,23 @@ Tensor rest_backward(AutogradContext *ctx, const Tensor &g) {
     const Arrays arrays = {g.const_data_ptr(), dx.mutable_data_ptr(), nullptr, factor, 0, y.const_data_ptr()};
     loops->run(loop, &arrays, g.numel(), at::get_num_threads());
     return dx;
+}
+
+Tensor curve_backward(AutogradContext *ctx, const Tensor &g) {
+    const Tensor kept = ctx->get_saved_variables()[0];
+    const auto by = ctx->saved_data.at("numbers").toDoubleVector();
+    switch ((Curve)ctx->saved_data.at("which").toInt()) {
+        /* log_sigmoid(x) is -softplus(-x), in whose kernel this is the sign; from 40 on, the slope is 1. */
+        case LOGSIGMOID: return at::softplus_backward(g, kept, -1, 40);
+        case TANHSHRINK: {
+            const bool overwrites = !at::GradMode::is_enabled() && is_plain(g) && is_plain(kept) && is_unobserved();
+            Tensor y = kept.tanh();
+            return overwrites && g.strides() == y.strides() ? y.square_().mul_(g) : g * y.square();
+        }
+        case ELU_FROM_OUTPUT: return at::elu_backward(g, by[0], by[1], by[2], true, kept);
+        case SOFTPLUS_FROM_OUTPUT: return times_rest(g, kept, -by[0]);
+        default: return times_rest(g, kept, 1);
+    }
 }
 
 /* Instance normalization: as torch does it, batch normalization of one example that has all channels. */
@@ -1148,110 +1336,29 @@ Tensor cross_entropy_backward(AutogradContext *ctx, const Tensor &g) {
     return dx;
 }
 
-/* An operation by its name, which may have that of an overload; or its namesake in place. */
-std::optional<c10::OperatorHandle> find(const std::string &name, bool inplace) {
-    const auto dot = name.find('.');
-    const auto overload = dot == std::string::npos ? "" : name.substr(dot + 1);
-    return c10::Dispatcher::singleton().findSchema({name.substr(0, dot) + (inplace ? "_" : ""), overload});
-}
-
-PyObject *recipe(PyObject *, PyObject *given) {
-    HANDLE_TH_ERRORS
-    PyObject *steps;
-    int flat, of_output;
-    if (!PyArg_ParseTuple(given, "O!pp:recipe", &PyTuple_Type, &steps, &flat, &of_output)) return nullptr;
-    Recipe made = {{}, (bool)flat, (bool)of_output};
-    for (Py_ssize_t n = 0; n < PyTuple_GET_SIZE(steps); n++) {
-        const char *name;
-        PyObject *args;
-        if (!PyArg_ParseTuple(PyTuple_GET_ITEM(steps, n), "sO!:step", &name, &PyTuple_Type, &args))
-            return nullptr;
-        const auto op = find(name, false);
-        TORCH_CHECK(op && op->schema().arguments().size() == (size_t)PyTuple_GET_SIZE(args), name);
-        Step step = {*op, *op, {}, {}};
-        for (Py_ssize_t k = 0; k < PyTuple_GET_SIZE(args); k++) {
-            PyObject *arg = PyTuple_GET_ITEM(args, k);
-            const bool is_letter = PyUnicode_Check(arg);
-            const auto value = is_letter ? std::optional<at::IValue>(at::IValue()) : constant(arg);
-            if (PyErr_Occurred()) return nullptr;
-            TORCH_CHECK_TYPE(value.has_value(), "not a constant: ", Py_TYPE(arg)->tp_name);
-            step.kinds.push_back(is_letter ? (char)PyUnicode_ReadChar(arg, 0) : 0);
-            step.args.push_back(*value);
-        }
-        if (step.kinds[0] == 'r') step.inplace = find(name, true).value_or(*op);
-        made.steps.push_back(std::move(step));
-    }
-    recipes.push_back(std::move(made));
-    return PyLong_FromSize_t(recipes.size() - 1);
-    END_HANDLE_TH_ERRORS
-}
-
-/* What is kept, if it is plain. */
-bool keep(PyObject *tensors, variable_list &kept) {
-    for (Py_ssize_t k = 0; k < PyTuple_GET_SIZE(tensors); k++) {
-        PyObject *one = PyTuple_GET_ITEM(tensors, k), *dtype = nullptr;
-        if (one == Py_None) continue;
-        if (PyTuple_CheckExact(one) && !PyArg_ParseTuple(one, "OO!:kept", &one, &THPDtypeType, &dtype))
-            throw python_error();
-        if (!THPVariable_CheckExact(one) || !is_plain(THPVariable_Unpack(one))) return false;
-        const Tensor &tensor = THPVariable_Unpack(one);
-        kept.push_back(dtype ? as_integers(tensor, ((THPDtype *)dtype)->scalar_type) : tensor);
-    }
-    return true;
-}
-
 PyObject *batch_norm_eval(PyObject *, PyObject *const *args, Py_ssize_t count) {
     HANDLE_TH_ERRORS
-    TORCH_CHECK_TYPE(count == 6 && PyTuple_CheckExact(args[2]) && PyTuple_CheckExact(args[3]),
-                     "batch_norm_eval takes a name, a function, two tuples, a dict and eps");
-    const Tensor *x = plain(PyTuple_GET_ITEM(args[3], 0));
-    Made made;
+    TORCH_CHECK_TYPE(count == 7, "batch_norm_eval takes 7 arguments");
+    const Tensor *x = plain(args[1]);
     double eps;
-    if (!x || !x->numel() || !keep(args[2], made.kept) || !numbers(args + 5, &eps, 1)) Py_RETURN_NONE;
-    for (const Tensor &vector : made.kept)
-        if (vector.scalar_type() != x->scalar_type()) Py_RETURN_NONE;
-    if (c10::elementSize(x->scalar_type()) < 4) Py_RETURN_NONE;
-    if (!compute(args[1], args[3], args[4], made.y)) return nullptr;
+    if (!x || !x->numel() || !numbers(args + 6, &eps, 1) || eps < 0) Py_RETURN_NONE;
+    if (x->dim() < 2 || c10::elementSize(x->scalar_type()) < 4) Py_RETURN_NONE;
+    enum { MEAN, VAR, SCALE_BY, SHIFT_BY };
+    std::optional<Tensor> vectors[4];
+    for (int k = 0; k < 4; k++) {
+        if (args[2 + k] == Py_None && k > VAR) continue;
+        const Tensor *vector = THPVariable_CheckExact(args[2 + k]) ? &THPVariable_Unpack(args[2 + k]) : nullptr;
+        if (!vector || !is_plain(*vector) || vector->scalar_type() != x->scalar_type()) Py_RETURN_NONE;
+        vectors[k] = *vector;
+    }
+    Made made;
+    made.y = compute([&] {
+        return at::batch_norm(*x, vectors[SCALE_BY], vectors[SHIFT_BY], vectors[MEAN], vectors[VAR], false, 0, eps, false);
+    });
+    made.kept = {*vectors[VAR]};
+    if (vectors[SCALE_BY]) made.kept.push_back(*vectors[SCALE_BY]);
     made.call["eps"] = eps;
     return layer(args[0], *x, BATCH_NORM_EVAL, made);
-    END_HANDLE_TH_ERRORS
-}
-
-PyObject *adjoint(PyObject *, PyObject *const *args, Py_ssize_t count) {
-    HANDLE_TH_ERRORS
-    TORCH_CHECK_TYPE(count == 6 && PyTuple_CheckExact(args[3]) && PyTuple_CheckExact(args[4]),
-                     "adjoint takes a name, two functions, two tuples and a dict");
-    const Tensor *x = plain(PyTuple_GET_ITEM(args[4], 0));
-    Made made;
-    if (!x || !x->is_contiguous() || !x->numel() || !keep(args[3], made.kept)) Py_RETURN_NONE;
-    if (!compute(args[2], args[4], args[5], made.y)) return nullptr;
-    if (!made.y.numel()) Py_RETURN_NONE;
-    THPObjectPtr number(PyObject_Call(args[1], args[4], args[5]));
-    if (!number) return nullptr;
-    if (number.get() == Py_None) Py_RETURN_NONE;
-    const size_t index = PyLong_AsSize_t(number.get());
-    if (PyErr_Occurred()) return nullptr;
-    TORCH_CHECK_INDEX(index < recipes.size(), "no such recipe");
-    if (recipes[index].of_output) made.kept.push_back(made.y);
-    made.call["recipe"] = (int64_t)(intptr_t)&recipes[index];
-    made.call["shape"] = x->sizes();
-    return layer(args[0], *x, ADJOINT, made);
-    END_HANDLE_TH_ERRORS
-}
-
-PyObject *rest(PyObject *, PyObject *const *args, Py_ssize_t count) {
-    HANDLE_TH_ERRORS
-    TORCH_CHECK_TYPE(count == 5, "rest takes 5 arguments");
-    const Tensor *x = plain(args[2]);
-    Made made;
-    double factor;
-    if (!x || !numbers(args + 4, &factor, 1)) Py_RETURN_NONE;
-    if (c10::elementSize(x->scalar_type()) < 4 || !x->is_floating_point()) Py_RETURN_NONE;
-    THPObjectPtr array(PyTuple_Pack(1, args[2]));
-    if (!array || !compute(args[1], array, args[3], made.y)) return nullptr;
-    made.kept = {made.y};
-    made.call["factor"] = factor;
-    return layer(args[0], *x, REST_OF_ONE, made);
     END_HANDLE_TH_ERRORS
 }
 
@@ -1298,8 +1405,8 @@ PyMethodDef methods[] = {
      "autocast is on, if it casts), they are of torch's own classes, as the input, and of the three none "
      "wants a gradient, or one of the bits does"},
     {"bits", FAST(bits),
-     "bits(row, x, loop, inplace, low, high, family, a, b, op, args, also): x by a loop (or by op(*args), "
-     "if it is not None) that says bits, of which backward makes g, or +0 (family 0); g * a, or +0 (1); "
+     "bits(row, x, loop, inplace, low, high, family, a, b, softshrinks, also): x by a loop (or by softshrink "
+     "to high) that says bits, of which backward makes g, or +0 (family 0); g * a, or +0 (1); "
      "g * a, or g * b (2). It keeps the bits and, if it is not None, what it is to keep also"},
     {"dropout", FAST(dropout), "dropout(row, x, p, factor, inplace, from_rng)"},
     {"bernoulli", FAST(bernoulli), "bernoulli(x, p): bits, one for each element of x, in storage order"},
@@ -1317,17 +1424,15 @@ PyMethodDef methods[] = {
      "once that a norm of the last axis has no weight that is zero, or that times the factor smaller than "
      "its bias"},
     {"cross_entropy", FAST(cross_entropy), "cross_entropy(row, x, target, ignore_index, reduction)"},
-    {"rest", FAST(rest), "rest(row, primal, x, options, factor)"},
-    {"batch_norm_eval", FAST(batch_norm_eval),
-     "batch_norm_eval(row, primal, (variance, weight | None), args, options, eps): "
-     "primal(*args, **options), by constants"},
-    {"recipe", recipe, METH_VARARGS,
-     "recipe(((op, args), ...), flat, of_output): the number of one. Of args, 'g' is the gradient of the "
-     "output, 'x' a stand-in that has the shape of the input, 'k' what is kept (the output, if so), 'i' "
-     "the same as int32, 'r' the result of the step before"},
-    {"adjoint", FAST(adjoint),
-     "adjoint(row, recipe_of, primal, kept, args, options): primal(*args, **options), whose gradient "
-     "with respect to args[0] is by the recipe that recipe_of says, of the same arguments"},
+    {"curve", FAST(curve), "curve(row, x, which (of enum Curve), a, b, c): of the last, what it has"},
+    {"embedding", FAST(embedding), "embedding(row, weight, indices, dtype to keep, padding (or -1), by_freq)"},
+    {"pad", FAST(pad), "pad(row, x, replicates (or reflects), edges)"},
+    {"avg_pool", FAST(avg_pool),
+     "avg_pool(row, x, dims, kernel_size, stride, padding, ceil_mode, count_include_pad, divisor | None)"},
+    {"adaptive_avg_pool", FAST(adaptive_avg_pool), "adaptive_avg_pool(row, x, dims, output_size)"},
+    {"convolution", FAST(convolution),
+     "convolution(row, x, weight, bias | None, stride, padding, dilation, transposed, output_padding, groups)"},
+    {"batch_norm_eval", FAST(batch_norm_eval), "batch_norm_eval(row, x, mean, var, weight | None, bias | None, eps)"},
     {nullptr, nullptr, 0, nullptr},
 };
 

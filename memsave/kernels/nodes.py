@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import importlib
 import re
-from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,14 +50,13 @@ def bits(
     or +0; ``part``: ``g * a`` or +0; ``scale``: ``g * a`` or ``g * b``. What it keeps ``also`` must
     not be overwritten.
     """
+    loop, bounds = LOOPS[name], (low, high)
+    softshrinks = name == "softshrink" and not native.fills_vectors(x)
+    if softshrinks:
+        within, *bounds = PIECES[name][1](low, high)
+        loop = native.COMPARE[within]
     family = BACKWARD[backward]
-    if name != "softshrink" or native.fills_vectors(x):
-        loop = (LOOPS[name], inplace, low, high)
-        return _nodes.bits(row, x, *loop, family, a, b, None, None, also)
-    op, test = PIECES[name]
-    within, *bounds = test(low, high)
-    loop = (native.COMPARE[within], inplace, *bounds)
-    return _nodes.bits(row, x, *loop, family, a, b, op, (x, low, high, inplace), also)
+    return _nodes.bits(row, x, loop, inplace, *bounds, family, a, b, softshrinks, also)
 
 
 LOOPS = {"relu": _native.relu, **native.PIECEWISE}
@@ -87,41 +84,37 @@ norm = _nodes.norm
 #: says that ``y`` of a norm of the last axis tells what it normalized: no weight is zero, or
 #: smaller than its bias by more than the factor.
 is_invertible = _nodes.is_invertible
-#: ``batch_norm_eval(row, primal, (var, weight), args, options, eps)``, which is
-#: ``primal(*args, **options)``: of ``args[0]``, by constants. Its gradient reads the two vectors.
+#: ``batch_norm_eval(row, x, mean, var, weight, bias, eps)``: by constants.
 batch_norm_eval = _nodes.batch_norm_eval
-#: ``adjoint(row, recipe_of, primal, kept, args, options)``: ``primal(*args, **options)``, whose
-#: gradient with respect to ``args[0]`` is by the :func:`recipe` of ``recipe_of(*args, **options)``.
-#: (Of what is kept, a pair is a tensor of integers and the dtype to keep them in.)
-adjoint = _nodes.adjoint
+#: ``convolution(row, x, weight, bias, stride, padding, dilation, transposed, output_padding,
+#: groups)``, by constants.
+convolution = _nodes.convolution
+#: ``pad(row, x, replicates, pad)``, by replication or reflection.
+pad = _nodes.pad
+#: ``avg_pool(row, x, dims, kernel_size, stride, padding, ceil_mode, count_include_pad, divisor)``.
+avg_pool = _nodes.avg_pool
+#: ``adaptive_avg_pool(row, x, dims, output_size)``.
+adaptive_avg_pool = _nodes.adaptive_avg_pool
+#: ``embedding(row, weight, indices, dtype, padding, by_freq)``: it keeps indices of this dtype.
+embedding = _nodes.embedding
+
+#: Rows of activations, as nodes.cpp numbers what is behind them.
+CURVES = {
+    "logsigmoid": 0,
+    "tanhshrink": 1,
+    "elu_from_output": 2,
+    "celu_from_output": 2,
+    "selu_from_output": 2,
+    "softplus_from_output": 3,
+    "logsigmoid_from_output": 4,
+}
 
 
-#: ``rest(row, primal, x, options, factor)``: ``y = primal(x, **options)``, a curve whose slope is
-#: ``1 - exp(factor * y)``.
-rest = _nodes.rest
-
-
-@cache
-def recipe(*steps: tuple[Any, ...], flat: bool = False, of_output: bool = False) -> int | None:
-    """For :data:`adjoint`: one operation of torch after another, with their arguments.
-
-    Args:
-        *steps: Of each its name (``"mul.Tensor"`` where it has several signatures), then its
-            arguments: constants (of the types that it takes, tuples for lists); ``"g"``, the
-            gradient of the output; ``"x"``, a stand-in that has the shape of the input; ``"k"``,
-            what is kept; ``"i"``, the same as int32; ``"r"``, the result of the step before (if it
-            is the first one, this step is taken in place where it can).
-        flat: Whether they work on an axis more, of length 1, before the last.
-        of_output: Whether the output is what is kept.
-
-    Returns:
-        ``None`` if a constant is of another type.
+def curve(row: str, x: Tensor, a: float = 0.0, b: float = 0.0, c: float = 0.0) -> Tensor | None:
+    """An activation. ELU and its kin by the scales of what is negative, of all, and of what is
+    negative before the exponential; softplus by beta and threshold.
     """
-    try:
-        named = tuple((f"aten::{op}", tuple(args)) for op, *args in steps)
-        return _nodes.recipe(named, flat, of_output)
-    except TypeError:
-        return None
+    return _nodes.curve(row, x, CURVES[row], a, b, c)
 
 
 #: ``cross_entropy(row, x, target, ignore_index, reduction)``, of rows of logits, by indices of
@@ -130,20 +123,23 @@ cross_entropy = _nodes.cross_entropy
 
 
 __all__ = [
+    "adaptive_avg_pool",
     "adaptive_max_pool",
-    "adjoint",
+    "avg_pool",
     "batch_norm_eval",
     "bernoulli",
     "bits",
+    "convolution",
     "cross_entropy",
+    "curve",
     "dropout",
+    "embedding",
     "feature_dropout",
     "for_stock",
     "instance_norm",
     "is_invertible",
     "max_pool",
     "norm",
-    "recipe",
-    "rest",
+    "pad",
     "wanted",
 ]

@@ -79,8 +79,10 @@ def _adaptive_bwd(
     return {"x": dx.squeeze(-2) if dims == 1 else in_format(dx, shapes["x"])}
 
 
-def _recipe(
+def _node(
     dims: int,
+    row: str,
+    wrt: Mask,
     x: Tensor,
     *,
     kernel_size: Ints,
@@ -89,29 +91,14 @@ def _recipe(
     ceil_mode: bool = False,
     count_include_pad: bool = True,
     divisor_override: int | None = None,
-) -> int | None:
-    """Of :func:`_bwd`, for :mod:`memsave.kernels.nodes`."""
-    windows = _windows(dims, kernel_size, stride, padding)
-    rest = (bool(ceil_mode), bool(count_include_pad), divisor_override)
-    op = f"avg_pool{max(dims, 2)}d_backward"
-    return kernels.nodes.recipe((op, "g", "x", *windows, *rest), flat=dims == 1)
-
-
-def _adaptive_recipe(dims: int, x: Tensor, *, output_size: Any) -> int | None:
-    """Of :func:`_adaptive_bwd`."""
-    op = f"_adaptive_avg_pool{max(dims, 2)}d_backward"
-    return kernels.nodes.recipe((op, "g", "x"), flat=dims == 1)
-
-
-def _node(
-    primal: Callable[..., Tensor],
-    recipe: Callable[..., int | None],
-    row: str,
-    wrt: Mask,
-    x: Tensor,
-    **options: Any,
 ) -> Tensor | None:
-    return kernels.nodes.adjoint(row, recipe, primal, (), (x,), options)
+    sizes = (kernel_size, stride or kernel_size, padding)
+    rest = (bool(ceil_mode), bool(count_include_pad), divisor_override)
+    return kernels.nodes.avg_pool(row, x, dims, *sizes, *rest)
+
+
+def _adaptive_node(dims: int, row: str, wrt: Mask, x: Tensor, *, output_size: Any) -> Tensor | None:
+    return kernels.nodes.adaptive_avg_pool(row, x, dims, output_size)
 
 
 def _stock_keeps_x(*, output_size: Any) -> bool:
@@ -125,7 +112,7 @@ _avg_pool1d, _avg_pool2d, _avg_pool3d = (
         row,
         AVG_POOL[dims],
         partial(_bwd, dims),
-        node=partial(_node, AVG_POOL[dims], partial(_recipe, dims)),
+        node=partial(_node, dims),
     )
     for dims, row in ((1, spec.AVG_POOL1D), (2, spec.AVG_POOL2D), (3, spec.AVG_POOL3D))
 )
@@ -136,7 +123,7 @@ _adaptive_avg_pool1d, _adaptive_avg_pool2d, _adaptive_avg_pool3d = (
         partial(_adaptive_bwd, dims),
         stock_keeps=lambda wrt: (),
         unless=_stock_keeps_x,
-        node=partial(_node, ADAPTIVE[dims], partial(_adaptive_recipe, dims)),
+        node=partial(_adaptive_node, dims),
     )
     for dims, row in (
         (1, spec.ADAPTIVE_AVG_POOL1D),

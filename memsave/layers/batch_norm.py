@@ -184,8 +184,7 @@ def _node_eval(
 ) -> Tensor | None:
     if wrt != {"x"}:
         return None
-    args = (x, mean, var, weight, bias)
-    return kernels.nodes.batch_norm_eval(row, _primal_eval, (var, weight), args, {"eps": eps}, eps)
+    return kernels.nodes.batch_norm_eval(row, x, mean, var, weight, bias, eps)
 
 
 # torch.compile decomposes stock batch_norm, and then keeps no more than these rows.

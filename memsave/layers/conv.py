@@ -12,7 +12,6 @@ Index legend: n batch, i input channels, o output channels; spatial axes last.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -197,38 +196,7 @@ def _conv_transpose_bwd(
     return grads
 
 
-#: Of fewer elements, the kernel that stock uses is the faster, which copies a stand-in for ``x`` on
-#: CPU (on two cores, as measured).
-FEW_ELEMENTS = 2**15
-
-
-def _recipe(x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> int | None:
-    """Of :func:`_conv_bwd` for the gradient of ``x``, for :mod:`memsave.kernels.nodes`."""
-    return _recipe_of(x.shape[2:], weight.shape[2:], x.numel() < FEW_ELEMENTS, *options)
-
-
-@remembered
-def _recipe_of(
-    inputs: torch.Size,
-    kernel: torch.Size,
-    few: bool,
-    stride: Ints,
-    padding: Ints,
-    dilation: Ints,
-    groups: int,
-) -> int | None:
-    geometry = _geometry(inputs, kernel, stride, padding, dilation, "zeros")
-    steps, apart, _, edges, _, left_over = map(tuple, geometry)
-    sizes = (steps, edges, apart)
-    if few:
-        rest = (False, (0,) * len(kernel), groups, (True, False, False))
-        op = ("convolution_backward", "g", "x", "k", None, *sizes, *rest)
-        return kernels.nodes.recipe(op)
-    return kernels.nodes.recipe(("convolution", "g", "k", None, *sizes, True, left_over, groups))
-
-
 def _conv_node(
-    stock: Callable[..., Tensor],
     row: str,
     wrt: Mask,
     x: Tensor,
@@ -241,24 +209,10 @@ def _conv_node(
     groups: int = 1,
     padding_mode: str = "zeros",
 ) -> Tensor | None:
-    if wrt != {"x"} or x.ndim != weight.ndim or padding_mode != "zeros" or padding == "same":
+    if wrt != {"x"} or padding_mode != "zeros" or padding == "same":
         return None
-    args = (x, weight, bias, stride, padding, dilation, groups)
-    return kernels.nodes.adjoint(row, _recipe, stock, (weight,), args, {})
-
-
-def _recipe_transposed(x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> int | None:
-    """Of :func:`_conv_transpose_bwd` for the gradient of ``x``."""
-    return _recipe_transposed_of(weight.ndim - 2, *options)
-
-
-@remembered
-def _recipe_transposed_of(
-    dims: int, stride: Ints, padding: Ints, output_padding: Ints, groups: int, dilation: Ints
-) -> int | None:
-    steps, edges, apart = (tuple(per_axis(ints, dims)) for ints in (stride, padding, dilation))
-    sizes = (steps, edges, apart, False, (0,) * dims)
-    return kernels.nodes.recipe(("convolution", "g", "k", None, *sizes, groups))
+    options = (stride, 0 if padding == "valid" else padding, dilation, False, 0, groups)
+    return kernels.nodes.convolution(row, x, weight, bias, *options)
 
 
 @remembered
@@ -269,23 +223,21 @@ def _adds_places(dims: int, stride: Ints, output_padding: Ints) -> bool:
 
 
 def _conv_transpose_node(
-    stock: Callable[..., Tensor],
     row: str,
     wrt: Mask,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    *,
     stride: Ints = 1,
     padding: Ints = 0,
     output_padding: Ints = 0,
     groups: int = 1,
     dilation: Ints = 1,
 ) -> Tensor | None:
-    if wrt != {"x"} or x.ndim != weight.ndim or _adds_places(x.ndim - 2, stride, output_padding):
+    if wrt != {"x"} or _adds_places(x.ndim - 2, stride, output_padding):
         return None
-    args = (x, weight, bias, stride, padding, output_padding, groups, dilation)
-    return kernels.nodes.adjoint(row, _recipe_transposed, stock, (weight,), args, {})
+    options = (stride, padding, dilation, True, output_padding, groups)
+    return kernels.nodes.convolution(row, x, weight, bias, *options)
 
 
 def _stock_keeps(wrt: Mask) -> tuple[str, ...]:
@@ -330,7 +282,7 @@ _conv1d, _conv2d, _conv3d = (
         unless=_stock_pads,
         autocast=True,
         shapes=("x", "weight"),
-        node=partial(_conv_node, CONV[dims]),
+        node=_conv_node,
     )
     for dims, row in ((1, spec.CONV1D), (2, spec.CONV2D), (3, spec.CONV3D))
 )
@@ -342,7 +294,7 @@ _conv_transpose1d, _conv_transpose2d, _conv_transpose3d = (
         stock_keeps=_stock_keeps,
         autocast=True,
         shapes=("x", "weight"),
-        node=partial(_conv_transpose_node, CONV_TRANSPOSE[dims]),
+        node=_conv_transpose_node,
     )
     for dims, row in (
         (1, spec.CONV_TRANSPOSE1D),

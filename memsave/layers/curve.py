@@ -18,7 +18,6 @@ from .. import kernels, spec
 from ..function import Grads, Mask, Saved, Shapes, define, is_final
 from ..spec import Layer
 from .module import as_stock, drop_in
-from .shape import remembered
 
 #: Of SELU: https://arxiv.org/abs/1706.02515.
 SELU_ALPHA, SELU_SCALE = 1.6732632423543772848170429916717, 1.0507009873554804934193349852946
@@ -28,36 +27,26 @@ def define_curve(
     row: Layer,
     primal: Callable[..., Tensor],
     gradient: Callable[..., Tensor],
-    steps: Callable[..., list[tuple[Any, ...]]] | None = None,
-    node: Callable[..., Tensor | None] | None = None,
+    node: Callable[..., tuple[float, ...]] | None = None,
 ) -> Callable[..., Tensor]:
     """The rule of a row that reads one array: ``gradient(g, array, **options)``.
 
     Args:
-        steps: ``steps(**options)``: the same as :func:`memsave.kernels.nodes.recipe` has it.
-        node: Of :func:`memsave.function.define`, where there are no steps.
+        node: ``node(**options)``: the numbers of :func:`memsave.kernels.nodes.curve`, if that has
+            the row.
     """
     ((residual,),) = row.reads.values()
-    of_output = residual == "y"
 
     def bwd(g: Tensor, wrt: Mask, saved: Saved, shapes: Shapes, **options: Any) -> Grads:
         return {"x": gradient(g, saved[residual], **options)}
 
-    @remembered
-    def recipe(*options: tuple[str, Any]) -> int | None:
-        assert steps is not None
-        return kernels.nodes.recipe(*steps(**dict(options)), of_output=of_output)
+    def by_node(
+        name: str, wrt: Mask, x: Tensor, *, inplace: bool = False, **options: Any
+    ) -> Tensor | None:
+        assert node is not None
+        return None if inplace else kernels.nodes.curve(name, x, *node(**options))
 
-    def recipe_of(x: Tensor, **options: Any) -> int | None:
-        return recipe(*options.items())
-
-    def by_steps(row: str, wrt: Mask, x: Tensor, **options: Any) -> Tensor | None:
-        if options.get("inplace"):
-            return None
-        kept = () if of_output else (x,)
-        return kernels.nodes.adjoint(row, recipe_of, primal, kept, (x,), options)
-
-    return define(row, primal, bwd, shapes=(), node=node if steps is None else by_steps)
+    return define(row, primal, bwd, shapes=(), node=None if node is None else by_node)
 
 
 def _elu(x: Tensor, *, alpha: float, inplace: bool = False) -> Tensor:
@@ -82,17 +71,6 @@ def _times_rest(g: Tensor, exponent: Tensor) -> Tensor:
     if not is_final(g) or g.stride() != rest.stride():
         return g * -rest
     return torch.addcmul(g.new_zeros(()), rest, g, value=-1, out=rest)
-
-
-def _softplus_node(
-    row: str, wrt: Mask, x: Tensor, *, beta: float, threshold: float
-) -> Tensor | None:
-    options = {"beta": beta, "threshold": threshold}
-    return kernels.nodes.rest(row, _softplus, x, options, -beta)
-
-
-def _logsigmoid_node(row: str, wrt: Mask, x: Tensor) -> Tensor | None:
-    return kernels.nodes.rest(row, F.logsigmoid, x, {}, 1.0)
 
 
 def _logsigmoid_gradient(g: Tensor, x: Tensor) -> Tensor:
@@ -125,46 +103,43 @@ _elu_from_output = define_curve(
     spec.ELU_FROM_OUTPUT,
     _elu,
     lambda g, y, alpha, **_: torch.ops.aten.elu_backward(g, alpha, 1, 1, True, y),
-    lambda alpha, **_: [("elu_backward", "g", float(alpha), 1.0, 1.0, True, "k")],
+    lambda alpha: (alpha, 1, 1),
 )
 _celu_from_output = define_curve(
     spec.CELU_FROM_OUTPUT,
     _celu,
     lambda g, y, alpha, **_: torch.ops.aten.elu_backward(g, alpha, 1, 1 / alpha, True, y),
-    lambda alpha, **_: [("elu_backward", "g", float(alpha), 1.0, 1 / alpha, True, "k")],
+    lambda alpha: (alpha, 1, 1 / alpha),
 )
 _selu_from_output = define_curve(
     spec.SELU_FROM_OUTPUT,
     _selu,
     lambda g, y, **_: torch.ops.aten.elu_backward(g, SELU_ALPHA, SELU_SCALE, 1, True, y),
-    lambda **_: [("elu_backward", "g", SELU_ALPHA, SELU_SCALE, 1.0, True, "k")],
+    lambda: (SELU_ALPHA, SELU_SCALE, 1),
 )
 _softplus_from_output = define_curve(
     spec.SOFTPLUS_FROM_OUTPUT,
     _softplus,
     # (It is 1 where softplus is the identity, to rounding.)
     lambda g, y, beta, **_: _times_rest(g, y * -beta),
-    node=_softplus_node,
+    lambda beta, threshold: (beta, threshold),
 )
 # Stock keeps a buffer as well, on CPU.
 _logsigmoid = define_curve(
     spec.LOGSIGMOID,
     F.logsigmoid,
     _logsigmoid_gradient,
-    lambda: [("softplus_backward", "g", "k", -1, 40)],
+    lambda: (),
 )
 _logsigmoid_from_output = define_curve(
-    spec.LOGSIGMOID_FROM_OUTPUT,
-    F.logsigmoid,
-    _times_rest,
-    node=_logsigmoid_node,
+    spec.LOGSIGMOID_FROM_OUTPUT, F.logsigmoid, _times_rest, lambda: ()
 )
 # Stock keeps what it has computed in between.
 _tanhshrink = define_curve(
     spec.TANHSHRINK,
     F.tanhshrink,
     _tanhshrink_gradient,
-    lambda: [("tanh", "k"), ("square", "r"), ("mul.Tensor", "r", "g")],
+    lambda: (),
 )
 _softsign = define_curve(spec.SOFTSIGN, F.softsign, lambda g, x: g / (x.abs() + 1).square())
 

@@ -59,16 +59,6 @@ def _bwd(
     return {"weight": embedding_backward(g, ids, count, padding, scale_grad_by_freq)}
 
 
-def _recipe(weight: Tensor, indices: Tensor, padding: int, by_freq: bool) -> int | None:
-    """Of :func:`_bwd`, for :mod:`memsave.kernels.nodes`."""
-    return _recipe_of(weight.shape[0], padding, by_freq)
-
-
-@remembered
-def _recipe_of(count: int, padding: int, by_freq: bool) -> int | None:
-    return kernels.nodes.recipe(("embedding_dense_backward", "g", "i", count, padding, by_freq))
-
-
 def _node(
     row: str,
     wrt: Mask,
@@ -82,10 +72,8 @@ def _node(
     if padding_idx is not None and not -count <= padding_idx < count:
         return None  # stock complains
     padding = -1 if padding_idx is None else padding_idx % count
-    # (F.embedding without its checks.)
-    args = (weight, indices, padding, bool(scale_grad_by_freq))
-    kept = ((indices, _smallest(count)),)
-    return kernels.nodes.adjoint(row, _recipe, torch.embedding, kept, args, {})
+    options = (_smallest(count), padding, bool(scale_grad_by_freq))
+    return kernels.nodes.embedding(row, weight, indices, *options)
 
 
 _embedding = define(spec.EMBEDDING, _primal)

@@ -24,23 +24,14 @@ def _primal(x: Tensor, *, pad: Sequence[int], mode: str) -> Tensor:
 def _bwd(
     g: Tensor, wrt: Mask, saved: Saved, shapes: Shapes, *, pad: Sequence[int], mode: str
 ) -> Grads:
-    backward = getattr(torch.ops.aten, _backward(pad, mode))
+    kind = {"reflect": "reflection", "replicate": "replication"}[mode]
+    backward = getattr(torch.ops.aten, f"{kind}_pad{len(pad) // 2}d_backward")
     dx = backward(g, placeholder(g, shapes["x"]), pad)
     return {"x": in_format(dx, shapes["x"])}
 
 
-def _backward(pad: Sequence[int], mode: str) -> str:
-    """The name of torch's operation."""
-    kind = {"reflect": "reflection", "replicate": "replication"}[mode]
-    return f"{kind}_pad{len(pad) // 2}d_backward"
-
-
-def _recipe(x: Tensor, *, pad: Sequence[int], mode: str) -> int | None:
-    return kernels.nodes.recipe((_backward(pad, mode), "g", "x", tuple(pad)))
-
-
-def _node(row: str, wrt: Mask, x: Tensor, **options: Any) -> Tensor | None:
-    return kernels.nodes.adjoint(row, _recipe, _primal, (), (x,), options)
+def _node(row: str, wrt: Mask, x: Tensor, *, pad: Sequence[int], mode: str) -> Tensor | None:
+    return kernels.nodes.pad(row, x, mode == "replicate", pad)
 
 
 def _stock_keeps_x(*, pad: Sequence[int], mode: str) -> bool:
