@@ -162,17 +162,26 @@ def test_what_is_invertible_at_a_look(
     weight, bias = (None if t is None else t.to(dtype) for t in (weight, bias))
     x = torch.randn(2, 6, dtype=dtype)
 
-    def look(x: Tensor, shape: tuple[int, ...] = (6,)) -> bool:
-        return kernels.nodes.is_invertible(x, shape, weight, bias, LARGEST_RATIO)
+    def look(
+        x: Tensor, shape: tuple[int, ...] = (6,), factor: float | None = LARGEST_RATIO
+    ) -> bool:
+        return kernels.nodes.is_over_last(x, shape, weight, bias, factor)
 
     assert is_invertible(x, weight, bias) == look(x) == expected
     if weight is not None:
         others = (x.half(), x.to("meta"), x[:, :5], nn.Parameter(x), x.reshape(2, 2, 3))
         assert [look(other) for other in others] == [False, False, False, expected, False]
-    assert not look(x, (5,))
-    assert not look(x, (2, 6))
+        at_all = [look(other, factor=None) for other in others]
+        assert at_all == [False, False, False, True, False]
+    for shape in ((5,), (2, 6), ()):
+        assert not look(x, shape)
+        assert not look(x, shape, factor=None)
+    assert look(x, factor=None)
     with torch.no_grad():
         assert not look(x)
+        assert look(x, factor=None)
+    with torch.autocast("cpu"):
+        assert not look(x, factor=None)
 
 
 @needs_nodes

@@ -193,6 +193,8 @@ struct Made {
     variable_list kept;
     ska::flat_hash_map<std::string, at::IValue> call;
     bool inplace = false;
+
+    Made() { call.reserve(6); }
 };
 
 Tensor bits_backward(AutogradContext *, const Tensor &);
@@ -880,7 +882,7 @@ PyObject *avg_pool(PyObject *, PyObject *const *args, Py_ssize_t count) {
     TORCH_CHECK_TYPE(count == 9, "avg_pool takes 9 arguments");
     const Tensor *x = plain(args[1]);
     const size_t dims = PyLong_AsSize_t(args[2]);
-    const bool ceil = args[6] == Py_True, includes = args[7] == Py_True;
+    const int ceil = PyObject_IsTrue(args[6]), includes = PyObject_IsTrue(args[7]);
     const int64_t divisor = args[8] == Py_None ? 0 : PyLong_AsLongLong(args[8]);
     if (PyErr_Occurred()) return nullptr;
     at::DimVector by[3];
@@ -1172,14 +1174,17 @@ PyObject *norm(PyObject *, PyObject *const *args, Py_ssize_t count) {
     END_HANDLE_TH_ERRORS
 }
 
-/* Of a norm over the last axis: whether its output tells the normalized input, as no weight is zero, or
-   smaller than its bias by more than a factor. No, too, where it takes more than a look to say so. */
-PyObject *is_invertible(PyObject *, PyObject *const *args, Py_ssize_t count) {
+/* Whether a norm of plain tensors is over the last axis; and, if there is a factor, its output tells the
+   normalized input: no weight is zero, or smaller than its bias by more than that factor. No, too, where it
+   takes more than a look to say so. */
+PyObject *is_over_last(PyObject *, PyObject *const *args, Py_ssize_t count) {
     HANDLE_TH_ERRORS
-    TORCH_CHECK_TYPE(count == 5 && PyTuple_Check(args[1]), "is_invertible takes 5 arguments");
+    TORCH_CHECK_TYPE(count == 5 && PyTuple_Check(args[1]), "is_over_last takes 5 arguments");
     const Tensor *x = plain(args[0]), *vectors[2] = {};
+    const bool inverts = args[4] != Py_None;
     double factor;
-    if (!x || !is_usual() || !at::GradMode::is_enabled() || !numbers(args + 4, &factor, 1)) Py_RETURN_FALSE;
+    if (!x || !is_usual() || (inverts && !numbers(args + 4, &factor, 1))) Py_RETURN_FALSE;
+    if (inverts && !at::GradMode::is_enabled()) Py_RETURN_FALSE;
     if (!x->dim() || x->size(-1) > MOST_FEATURES || PyTuple_GET_SIZE(args[1]) != 1) Py_RETURN_FALSE;
     const int64_t features = x->size(-1);
     if (PyLong_AsLongLong(PyTuple_GET_ITEM(args[1], 0)) != features) return PyErr_Clear(), Py_NewRef(Py_False);
@@ -1191,6 +1196,7 @@ PyObject *is_invertible(PyObject *, PyObject *const *args, Py_ssize_t count) {
             vector->sizes() != at::IntArrayRef(features))
             Py_RETURN_FALSE;
     }
+    if (!inverts) Py_RETURN_TRUE;
     if (!vectors[0]) return PyBool_FromLong(!vectors[1]);
     bool is = true;
     AT_DISPATCH_FLOATING_TYPES(x->scalar_type(), "is_invertible", [&] {
@@ -1419,10 +1425,10 @@ PyMethodDef methods[] = {
     {"norm", FAST(norm),
      "norm(row, x, weight | None, bias | None, groups (or 0: over the last axis), from_y, centered, "
      "wants_x, eps | None): layer norm, group norm, or, if not centered, RMS norm"},
-    {"is_invertible", FAST(is_invertible),
-     "is_invertible(x, normalized_shape, weight | None, bias | None, factor): whether plain tensors say at "
-     "once that a norm of the last axis has no weight that is zero, or that times the factor smaller than "
-     "its bias"},
+    {"is_over_last", FAST(is_over_last),
+     "is_over_last(x, normalized_shape, weight | None, bias | None, factor | None): whether plain tensors say at "
+     "once that it is a norm of the last axis; and, with a factor, that no weight is zero, or that times the "
+     "factor smaller than its bias"},
     {"cross_entropy", FAST(cross_entropy), "cross_entropy(row, x, target, ignore_index, reduction)"},
     {"curve", FAST(curve), "curve(row, x, which (of enum Curve), a, b, c): of the last, what it has"},
     {"embedding", FAST(embedding), "embedding(row, weight, indices, dtype to keep, padding (or -1), by_freq)"},

@@ -80,10 +80,10 @@ instance_norm = _nodes.instance_norm
 #: ``norm(row, x, weight, bias, groups, from_y, centered, wants_x, eps)``: of the last axis, or of
 #: ``groups``; of root mean squares, if not centered. ``from_y``: which of ``x`` and ``y`` it keeps.
 norm = _nodes.norm
-#: ``is_invertible(x, normalized_shape, weight, bias, factor)``: whether a look at plain tensors
-#: says that ``y`` of a norm of the last axis tells what it normalized: no weight is zero, or
-#: smaller than its bias by more than the factor.
-is_invertible = _nodes.is_invertible
+#: ``is_over_last(x, normalized_shape, weight, bias, factor)``: whether a look at plain tensors says
+#: that it is a norm of the last axis; and, if there is a factor, that ``y`` tells what it has
+#: normalized: no weight is zero, or smaller than its bias by more than that.
+is_over_last = _nodes.is_over_last
 #: ``batch_norm_eval(row, x, mean, var, weight, bias, eps)``: by constants.
 batch_norm_eval = _nodes.batch_norm_eval
 #: ``convolution(row, x, weight, bias, stride, padding, dilation, transposed, output_padding,
@@ -137,7 +137,7 @@ __all__ = [
     "feature_dropout",
     "for_stock",
     "instance_norm",
-    "is_invertible",
+    "is_over_last",
     "max_pool",
     "norm",
     "pad",

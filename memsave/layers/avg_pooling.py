@@ -92,9 +92,17 @@ def _node(
     count_include_pad: bool = True,
     divisor_override: int | None = None,
 ) -> Tensor | None:
-    sizes = (kernel_size, stride or kernel_size, padding)
-    rest = (bool(ceil_mode), bool(count_include_pad), divisor_override)
-    return kernels.nodes.avg_pool(row, x, dims, *sizes, *rest)
+    return kernels.nodes.avg_pool(
+        row,
+        x,
+        dims,
+        kernel_size,
+        stride or kernel_size,
+        padding,
+        ceil_mode,
+        count_include_pad,
+        divisor_override,
+    )
 
 
 def _adaptive_node(dims: int, row: str, wrt: Mask, x: Tensor, *, output_size: Any) -> Tensor | None:

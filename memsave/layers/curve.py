@@ -202,6 +202,12 @@ class SELUFromOutput(nn.SELU):
         return _selu_from_output(input, inplace=self.inplace)
 
 
+_EPS = {
+    dtype: torch.finfo(dtype).eps
+    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+}
+
+
 @drop_in(spec.SOFTPLUS_FROM_OUTPUT)
 class SoftplusFromOutput(nn.Softplus):
     """As :class:`torch.nn.Softplus`. Keeps its output; its input where the output does not tell
@@ -209,8 +215,7 @@ class SoftplusFromOutput(nn.Softplus):
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        eps = torch.finfo(input.dtype).eps if input.is_floating_point() else 0.0
-        if self.beta <= 0 or math.exp(-self.threshold) > eps:
+        if self.beta <= 0 or math.exp(-self.threshold) > _EPS.get(input.dtype, 0.0):
             return super().forward(input)
         return _softplus_from_output(input, beta=self.beta, threshold=self.threshold)
 

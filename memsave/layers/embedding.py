@@ -5,6 +5,7 @@ Where nobody else keeps them, a smaller copy is enough.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -15,7 +16,6 @@ from .. import kernels, spec
 from ..function import Grads, Mask, Saved, Shapes, define
 from .module import as_stock, drop_in
 from .pooling import OFFSET
-from .shape import remembered
 
 
 def _primal(
@@ -28,7 +28,7 @@ def _primal(
     return F.embedding(indices, weight, padding_idx, scale_grad_by_freq=scale_grad_by_freq)
 
 
-@remembered
+@cache
 def _smallest(count: int) -> torch.dtype:
     """Integers that hold so many indices."""
     return OFFSET[spec.offset_bits([count])]

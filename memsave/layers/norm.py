@@ -428,14 +428,18 @@ def is_invertible(input: Tensor, weight: Tensor | None, bias: Tensor | None) -> 
     return known[2]
 
 
-def _reads_output(
-    input: Tensor, shape: tuple[int, ...], weight: Tensor | None, bias: Tensor | None
+def _is_over_last(
+    input: Tensor,
+    shape: tuple[int, ...],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    factor: float | None = None,
 ) -> bool:
-    """Whether it is clear at once that this is over the last axis, and invertible."""
+    """Whether it is clear at once that this is over the last axis (and invertible)."""
     nodes = kernels.nodes
     if is_dynamo_compiling() or nodes is None:
         return False
-    return nodes.is_invertible(input, shape, weight, bias, LARGEST_RATIO)
+    return nodes.is_over_last(input, shape, weight, bias, factor)
 
 
 def _forget(key: int, reference: weakref.ref[Tensor]) -> None:
@@ -461,7 +465,7 @@ class LayerNormFromOutput(nn.LayerNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         weight, bias = self.weight, self.bias
-        if _reads_output(input, self.normalized_shape, weight, bias):
+        if _is_over_last(input, self.normalized_shape, weight, bias, LARGEST_RATIO):
             return _layer_norm_from_output(input, weight, bias, eps=self.eps)
         flat = _over_last(input, self.normalized_shape, weight, bias)
         if flat is None or not is_invertible(input, weight, bias):
@@ -474,7 +478,10 @@ class RMSNorm(nn.RMSNorm):
     """As :class:`torch.nn.RMSNorm`. Keeps its input, once."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.normalized_shape, self.weight, self.eps)
+        weight = self.weight
+        if _is_over_last(x, self.normalized_shape, weight, None):
+            return _rms_norm(x, weight, eps=self.eps)
+        return rms_norm(x, self.normalized_shape, weight, self.eps)
 
 
 @drop_in(spec.RMS_NORM_FROM_OUTPUT)
@@ -485,7 +492,7 @@ class RMSNormFromOutput(nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight
-        if _reads_output(x, self.normalized_shape, weight, None):
+        if _is_over_last(x, self.normalized_shape, weight, None, LARGEST_RATIO):
             return _rms_norm_from_output(x, weight, eps=self.eps)
         flat = _over_last(x, self.normalized_shape, weight)
         if flat is None or not is_invertible(x, weight, None):

@@ -53,11 +53,11 @@ def pad(
 
 
 def _reflect(self: Any, input: Tensor) -> Tensor:
-    return pad(input, self.padding, "reflect")
+    return _pad(input, pad=self.padding, mode="reflect")
 
 
 def _replicate(self: Any, input: Tensor) -> Tensor:
-    return pad(input, self.padding, "replicate")
+    return _pad(input, pad=self.padding, mode="replicate")
 
 
 @drop_in(spec.PAD)
