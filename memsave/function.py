@@ -464,6 +464,9 @@ def is_final(g: Tensor) -> bool:
 @contextmanager
 def outside_of_vmap() -> Iterator[None]:
     """Where ``bwd`` may draw random numbers: the same for every incoming gradient of a batch."""
+    if is_dynamo_compiling():  # (compiled autograd has no batches, and no way to leave them)
+        yield
+        return
     levels = torch._C._vmapmode_increment_nesting()  # of ``is_grads_batched``, and one
     for _ in range(levels):
         torch._C._vmapmode_decrement_nesting()

@@ -3,6 +3,7 @@ no more than the compiled stock layer; a frozen convolution keeps less.
 """
 
 from collections.abc import Iterator
+from functools import partial
 
 import helpers
 import pytest
@@ -10,8 +11,10 @@ import torch
 import torch.utils.checkpoint
 from helpers import every_row, inputs, options, ours, outcome, same, stock
 from torch import nn
+from torch._dynamo import compiled_autograd
 
 import memsave
+from memsave import function
 from memsave.spec import Layer
 
 # torch deprecates what its own compiler does: objects of autograd functions, and TorchScript.
@@ -54,6 +57,30 @@ def test_every_layer_compiles(row: Layer) -> None:
         assert actual_bytes <= expected_bytes, wrt
         if row.name.startswith("conv") and "weight" not in wrt:
             assert actual_bytes == 0 < expected_bytes
+
+
+@every_row
+@pytest.mark.filterwarnings("ignore:Dynamo:UserWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize("by", ["nodes", "rules"])
+def test_compiled_autograd(row: Layer, by: str) -> None:
+    """Which traces the backward of a forward that was not: what that has kept is read as it is."""
+    rule = function.RULES[row.name]
+    layer = function.differentiable(rule if by == "nodes" else rule._replace(node=None))
+
+    def gradients(wrt: frozenset[str]) -> tuple[torch.Tensor | None, ...]:
+        args = inputs(row, wrt, dtype=torch.float32)
+        torch.manual_seed(0)
+        y = layer(*args.values(), **options(row))
+        y = y[0] if isinstance(y, tuple) else y
+        wanted = [args[name] for name in sorted(wrt)]
+        return torch.autograd.grad(y.square().sum(), wanted, allow_unused=True)
+
+    for wrt in {frozenset(row.reads), frozenset([next(iter(row.reads))])}:
+        expected = gradients(wrt)
+        with compiled_autograd._enable(partial(torch.compile, backend="eager")):
+            actual = gradients(wrt)
+        same(actual, expected)
 
 
 def frozen() -> list[nn.Module]:

@@ -6,6 +6,7 @@
 
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/forward_grad.h>
+#include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/python_cpp_function.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/Dtype.h>
@@ -249,11 +250,47 @@ bool name(PyObject *row, Made &made) {
     return name;
 }
 
+/* A node, as this version of torch holds one. */
+template <typename Handle, typename T>
+auto make_node() {
+    if constexpr (std::is_same_v<Handle, std::shared_ptr<torch::autograd::Node>>)
+        return std::shared_ptr<CppNode<T>>(new CppNode<T>, [](auto *node) { deleteNode(node); });
+    else return c10::make_intrusive<CppNode<T>>();
+}
+
+/* As T::apply, of new outputs and a few inputs, which may be absent: most of what that does is to find out
+   which outputs are inputs. */
+template <typename T>
+void link(std::initializer_list<Tensor> inputs, std::initializer_list<Tensor> outputs, Made &made) {
+    const auto node = make_node<decltype(torch::autograd::Edge::function), T>();
+    torch::autograd::edge_list edges;
+    bool wanted = false;
+    for (const Tensor &input : inputs) {
+        node->is_variable_input_.push_back(input.defined());
+        if (!input.defined()) continue;
+        wanted |= input.requires_grad();
+        edges.push_back(torch::autograd::impl::gradient_edge(input));
+        node->input_info_.emplace_back(input);
+    }
+    if (!wanted || !at::GradMode::is_enabled()) return;
+    node->is_variable_input_.push_back(false); /* made */
+    node->set_ctx_grad_fn(node);
+    node->set_next_edges(std::move(edges));
+    remember(&node->ctx_, &made);
+    for (const Tensor &output : outputs) {
+        torch::autograd::set_history(output, node);
+        node->output_info_.emplace_back(output);
+    }
+    node->save_variables_to_ctx();
+}
+
 /* The layer of a row, differentiable in x. */
 PyObject *layer(PyObject *row, const Tensor &x, Kind kind, Made &made) {
     if (!name(row, made)) return nullptr;
     made.call["kind"] = (int64_t)kind;
-    return THPVariable_Wrap(Layer::apply(x, &made));
+    if (made.inplace) return THPVariable_Wrap(Layer::apply(x, &made));
+    link<Layer>({x}, {made.y}, made);
+    return THPVariable_Wrap(made.y);
 }
 
 /* As the Python class of an autograd function is named. */
@@ -1097,12 +1134,6 @@ Tensor instance_norm_backward(AutogradContext *ctx, const Tensor &g) {
 /* Normalization of each example over its last axis, or over groups of channels: from x (without a mean)
    or from y. What y and the statistics are of x tells the second derivative, so both are results. */
 struct Norms : Function<Norms> {
-    static variable_list forward(AutogradContext *ctx, const Tensor &, const std::optional<Tensor> &,
-                                 const std::optional<Tensor> &, Made *made) {
-        remember(ctx, made);
-        return {made->y, made->also};
-    }
-
     static variable_list backward(AutogradContext *ctx, const variable_list &gs) {
         const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
         const bool has_weight = ctx->saved_data.at("has_weight").toBool();
@@ -1170,7 +1201,9 @@ PyObject *norm(PyObject *, PyObject *const *args, Py_ssize_t count) {
     made.call["has_weight"] = vectors[0].has_value();
     made.call["has_bias"] = vectors[1].has_value();
     if (!name(args[0], made)) return nullptr;
-    return THPVariable_Wrap(Norms::apply(*x, vectors[0], vectors[1], &made)[0]);
+    const auto given = [](const std::optional<Tensor> &vector) { return vector.value_or(Tensor()); };
+    link<Norms>({*x, given(vectors[0]), given(vectors[1])}, {made.y, made.also}, made);
+    return THPVariable_Wrap(made.y);
     END_HANDLE_TH_ERRORS
 }
 

@@ -209,7 +209,8 @@ def unpool(g: Tensor, offsets: Tensor, windows: Windows, like: Like) -> Tensor |
 
 
 def pack(mask: Tensor, like: Like) -> Tensor:
-    """Pack booleans, shape ``like.shape``, to uint8, shape ``(ceil(numel / 8),)``.
+    """Pack booleans, shape ``like.shape``, to uint8, shape ``(ceil(numel / 8),)``. (Compiled, in
+    another order, with more axes.)
 
     Overwrites ``mask``, which the caller has just made.
     """
@@ -234,10 +235,11 @@ def bernoulli(
 
 def unpack(bits: Tensor, like: Like, on: float, dtype: torch.dtype, off: float = 0) -> Tensor:
     """A fresh tensor of ``like``'s shape and layout: ``on`` where a bit is set, else ``off``."""
-    if torch.compiler.is_compiling():
-        return _unpack_traced(bits, like, on, dtype, off)
+    if bits.ndim > 1:
+        return _unpack_traced(bits[0], like, on, dtype, off)
     # A table made of fake tensors or under functorch must not outlive its mode.
-    table = _cached_table if type(bits) is Tensor else _table
+    lasts = type(bits) is Tensor and not torch.compiler.is_compiling()
+    table = _cached_table if lasts else _table
     flat = table(on, off, dtype, bits.device).index_select(0, bits.int()).view(-1)
     if is_dense(like):
         return flat.as_strided(like.shape, like.stride)
@@ -280,7 +282,8 @@ def is_dense(like: Like) -> bool:
 
 # For torch.compile: expressions that its code generator fuses with what surrounds them, and
 # vectorizes (on CPU, in 32 bits). A byte holds the bits of elements an eighth of an axis apart, so
-# that bytes which lie side by side hold those of elements that do.
+# that bytes which lie side by side hold those of elements that do. An axis in front tells them from
+# the other bits: compiled autograd traces the backward of a forward that nobody has.
 
 
 def _pack_traced(mask: Tensor, like: Like) -> Tensor:
@@ -289,7 +292,7 @@ def _pack_traced(mask: Tensor, like: Like) -> Tensor:
     bits = eighths[0].int()
     for k in range(1, 8):
         bits = bits | (eighths[k].int() << k)
-    return bits.to(torch.uint8)
+    return bits.to(torch.uint8)[None]
 
 
 def _unpack_traced(bits: Tensor, like: Like, on: float, dtype: torch.dtype, off: float) -> Tensor:
