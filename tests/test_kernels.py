@@ -119,25 +119,28 @@ def test_traced_variants_agree(case: Bits, dtype: torch.dtype) -> None:
     traced = reference._pack_traced(mask, like)
     assert (traced.dtype, traced.numel()) == (packed.dtype, packed.numel())
     for off in (0, 3):
-        tensor = reference._unpack_traced(traced, like, one, dtype, off)
+        tensor = reference.unpack(traced, like, one, dtype, off)
         assert tensor.dtype == dtype
         assert tensor.equal(unpack(packed, like, one, dtype, off))
 
 
 @pytest.mark.parametrize("shape", [(3, 16, 7), (3, 5, 7)])
 def test_compiled_code_uses_the_traced_variants(shape: tuple[int, ...]) -> None:
-    """In one graph, what it packed is unpacked rightly: an axis in eighths, or all in a row."""
+    """In one graph, what it packed is unpacked rightly: an axis in eighths, or all in a row; and
+    what was packed before, too.
+    """
 
     @torch.compile(fullgraph=True, backend="aot_eager")
-    def both(x: Tensor) -> tuple[Tensor, Tensor]:
+    def both(x: Tensor, before: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         like = Like.of(x)
         packed = pack(x > 0, like)
-        return packed, unpack(packed, like, 2.5, x.dtype)
+        return packed, *(unpack(bits, like, 2.5, x.dtype) for bits in (packed, before))
 
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    packed, tensor = both(x)
+    packed, *tensors = both(x, pack(x > 0, Like.of(x)))
     assert packed.equal(reference._pack_traced(x > 0, Like.of(x)))
-    assert tensor.equal((x > 0) * 2.5)
+    for tensor in tensors:
+        assert tensor.equal((x > 0) * 2.5)
 
 
 @pytest.mark.parametrize("cached", [False, True])

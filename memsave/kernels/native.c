@@ -136,13 +136,27 @@ static inline float expm1_of(float u) {
     return power * exponential + (power - 1);
 }
 
-/* g * (1 - exp(a * kept)). */
-LOOP void rest_float(const void *work, size start, size end, size thread) {
-    ARRAYS(float);
-    const float *kept = arrays->also;
-    (void)bits;
-    EACH for (size i = start; i < end; i++) y[i] = x[i] * -expm1_of(a * kept[i]);
+static inline float tanh_of(float u) {
+    const float e = expm1_of(2 * u);
+    return e / (e + 2);
 }
+
+static inline float square(float u) { return u * u; }
+
+/* Gradients of curves, by what is kept: g * (1 - exp(a * y)); g * tanh(x)^2; g / (1 + exp(x)). */
+#define FROM_CURVE(NAME, SLOPE)                                                         \
+    LOOP void NAME##_float(const void *work, size start, size end, size thread) {       \
+        ARRAYS(float);                                                                  \
+        const float *also = arrays->also;                                               \
+        (void)bits, (void)a;                                                            \
+        EACH for (size i = start; i < end; i++) {                                       \
+            const float kept = also[i];                                                 \
+            y[i] = SLOPE;                                                               \
+        }                                                                               \
+    }
+FROM_CURVE(rest, x[i] * -expm1_of(a * kept))
+FROM_CURVE(tanh2, x[i] * square(tanh_of(kept)))
+FROM_CURVE(logistic, kept > 88 ? x[i] * 0 : x[i] / (2 + expm1_of(kept)))
 
 /* Normalization, backwards: gradients of x, weight and bias, from x or from y. Of rows, or of groups
    of channels that have several places each. */
@@ -716,7 +730,7 @@ static const struct {
     FLOATS(softshrink), FLOATS(hardsigmoid), FLOATS(above), FLOATS(within), FLOATS(not_outside),
     FLOATS(not_inside), FLOATS(scale),
     {"nonzero", 1, {nonzero}},
-    {"rest", 0, {rest_float}},
+    {"rest", 0, {rest_float}}, {"tanh2", 0, {tanh2_float}}, {"logistic", 0, {logistic_float}},
 };
 enum { SELECT, PART }; /* of these */
 #define COUNT(TABLE) (size)(sizeof TABLE / sizeof *TABLE)

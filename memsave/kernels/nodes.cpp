@@ -128,10 +128,10 @@ Tensor unpack(const Tensor &bits, at::IntArrayRef shape, at::IntArrayRef stride)
     return booleans.view(-1).as_strided(shape, stride);
 }
 
-/* Backward of activations that are linear in pieces, as native.c has it: what of g passes, and what
-   becomes of the rest. */
-enum Family : int64_t { SELECT, PART, SCALE, NONZERO, REST, FAMILIES };
-int64_t family_of[FAMILIES]; /* The last but one makes bits of booleans, the last is 1 - exp(...). */
+/* Loops of native.c. Backward of activations that are linear in pieces: what of g passes, and what becomes
+   of the rest; one makes bits of booleans; backward of curves. */
+enum Family : int64_t { SELECT, PART, SCALE, NONZERO, REST, TANH2, LOGISTIC, FAMILIES };
+int64_t family_of[FAMILIES];
 
 Tensor from_bits(Family family, const Tensor &g, const Tensor &bits, at::IntArrayRef stride, double a,
                  double b) {
@@ -1041,34 +1041,42 @@ PyObject *curve(PyObject *, PyObject *const *args, Py_ssize_t count) {
     END_HANDLE_TH_ERRORS
 }
 
-/* Of a slope of 1 - exp(factor * y). */
-Tensor times_rest(const Tensor &g, const Tensor &y, double factor) {
-    if (at::GradMode::is_enabled() || !is_plain(g) || !is_plain(y) || !is_unobserved())
-        return g * -(y * factor).expm1();
-    at::AutoDispatchBelowADInplaceOrView guard;
-    Loop *loop = loop_for(family_of[REST], y.scalar_type());
-    if (!loop || g.scalar_type() != y.scalar_type() || g.sizes() != y.sizes() || g.strides() != y.strides() ||
-        !y.is_non_overlapping_and_dense()) {
-        Tensor rest = (y * factor).expm1_();
-        if (g.strides() != y.strides()) return g * rest.neg_();
-        return at::addcmul_out(rest, at::zeros({}, g.options()), rest, g, -1);
-    }
+/* Whether nobody asks for a derivative of g times a slope by what is kept, or how it comes about. */
+bool is_final(const Tensor &g, const Tensor &kept) {
+    return !at::GradMode::is_enabled() && is_plain(g) && is_plain(kept) && is_unobserved() &&
+           g.scalar_type() == kept.scalar_type() && g.sizes() == kept.sizes() && g.strides() == kept.strides();
+}
+
+/* By a loop, if there is one. */
+std::optional<Tensor> by_loop(Family family, const Tensor &g, const Tensor &kept, double factor = 0) {
+    if (!is_final(g, kept) || !kept.is_non_overlapping_and_dense()) return std::nullopt;
+    Loop *loop = loop_for(family_of[family], kept.scalar_type());
+    if (!loop) return std::nullopt;
     const Tensor dx = memory_for(g);
-    const Arrays arrays = {g.const_data_ptr(), dx.mutable_data_ptr(), nullptr, factor, 0, y.const_data_ptr()};
+    const Arrays arrays = {g.const_data_ptr(), dx.mutable_data_ptr(), nullptr, factor, 0, kept.const_data_ptr()};
     loops->run(loop, &arrays, g.numel(), at::get_num_threads());
     return dx;
+}
+
+/* Of a slope of 1 - exp(factor * y). */
+Tensor times_rest(const Tensor &g, const Tensor &y, double factor) {
+    if (auto dx = by_loop(REST, g, y, factor)) return *dx;
+    return is_final(g, y) ? (y * factor).expm1_().neg_().mul_(g) : g * -(y * factor).expm1();
 }
 
 Tensor curve_backward(AutogradContext *ctx, const Tensor &g) {
     const Tensor kept = ctx->get_saved_variables()[0];
     const auto by = ctx->saved_data.at("numbers").toDoubleVector();
     switch ((Curve)ctx->saved_data.at("which").toInt()) {
-        /* log_sigmoid(x) is -softplus(-x), in whose kernel this is the sign; from 40 on, the slope is 1. */
-        case LOGSIGMOID: return at::softplus_backward(g, kept, -1, 40);
+        case LOGSIGMOID: {
+            /* log_sigmoid(x) is -softplus(-x), in whose kernel this is the sign; from 40 on, the slope is 1. */
+            auto dx = by_loop(LOGISTIC, g, kept);
+            return dx ? *dx : at::softplus_backward(g, kept, -1, 40);
+        }
         case TANHSHRINK: {
-            const bool overwrites = !at::GradMode::is_enabled() && is_plain(g) && is_plain(kept) && is_unobserved();
-            Tensor y = kept.tanh();
-            return overwrites && g.strides() == y.strides() ? y.square_().mul_(g) : g * y.square();
+            auto dx = by_loop(TANH2, g, kept);
+            if (dx) return *dx;
+            return is_final(g, kept) ? kept.tanh().square_().mul_(g) : g * kept.tanh().square();
         }
         case ELU_FROM_OUTPUT: return at::elu_backward(g, by[0], by[1], by[2], true, kept);
         case SOFTPLUS_FROM_OUTPUT: return times_rest(g, kept, -by[0]);
@@ -1419,14 +1427,15 @@ void show() {
 }
 
 PyObject *connect(PyObject *, PyObject *args) {
-    PyObject *capsule;
-    long long families[FAMILIES];
-    if (!PyArg_ParseTuple(args, "OLLLLL:connect", &capsule, &families[SELECT], &families[PART],
-                          &families[SCALE], &families[NONZERO], &families[REST]))
-        return nullptr;
+    PyObject *capsule, *families;
+    if (!PyArg_ParseTuple(args, "OO!:connect", &capsule, &PyTuple_Type, &families)) return nullptr;
+    for (int family = 0; family < FAMILIES; family++) {
+        PyObject *number = PyTuple_GetItem(families, family);
+        family_of[family] = number ? PyLong_AsLongLong(number) : 0;
+        if (PyErr_Occurred()) return nullptr;
+    }
     loops = (const Loops *)PyCapsule_GetPointer(capsule, LOOPS);
     if (!loops) return nullptr;
-    std::copy(families, families + FAMILIES, family_of);
 
     show<Layer>();
     show<Norms>();
@@ -1435,7 +1444,7 @@ PyObject *connect(PyObject *, PyObject *args) {
 
 #define FAST(NAME) (PyCFunction)(void (*)()) NAME, METH_FASTCALL
 PyMethodDef methods[] = {
-    {"connect", connect, METH_VARARGS, "connect(loops, select, part, scale, nonzero, rest): to those of native.c"},
+    {"connect", connect, METH_VARARGS, "connect(loops, families): to those of native.c"},
     {"wanted", FAST(wanted),
      "wanted(places, args): of which of these places gradients are wanted, as bits; None if an argument is "
      "neither None nor a plain tensor of the CPU, or anything is on that gives operations another meaning"},

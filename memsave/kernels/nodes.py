@@ -20,8 +20,8 @@ NAME = "_nodes_" + re.sub(r"\W", "_", torch.__version__)
 _nodes = importlib.import_module(f".{NAME}", __package__)
 native.check(_nodes)
 _native = native._native
-LOOPS_OF_NODES = ("select", "part", "scale", "nonzero", "rest")
-_nodes.connect(_native.loops, *(getattr(_native, name) for name in LOOPS_OF_NODES))
+LOOPS_OF_NODES = ("select", "part", "scale", "nonzero", "rest", "tanh2", "logistic")
+_nodes.connect(_native.loops, tuple(getattr(_native, name) for name in LOOPS_OF_NODES))
 
 #: ``wanted(places, args)``: of the arguments at these places (in order), whose gradients are
 #: wanted, as bits of a number; ``None`` if an argument is neither ``None`` nor a plain tensor of
