@@ -130,7 +130,7 @@ def test_compiled_code_uses_the_traced_variants(shape: tuple[int, ...]) -> None:
     what was packed before, too.
     """
 
-    @torch.compile(fullgraph=True, backend="aot_eager")
+    @torch.compile(fullgraph=True, backend="aot_eager", dynamic=False)
     def both(x: Tensor, before: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         like = Like.of(x)
         packed = pack(x > 0, like)
