@@ -207,20 +207,22 @@ def test_rows_of_logits(reduction: str, dtype: torch.dtype) -> None:
     same(y, expected[0], rtol=0, atol=0)
 
 
-#: Curves, and their slopes by input and output.
-CURVES: dict[str, tuple[nn.Module, Callable[[Tensor, Tensor], Tensor]]] = {
-    "softplus": (memsave.nn.SoftplusFromOutput(threshold=40), lambda x, y: -(-y).expm1()),
-    "logsigmoid, y": (memsave.nn.LogSigmoidFromOutput(), lambda x, y: -y.expm1()),
-    "logsigmoid": (memsave.nn.LogSigmoid(), lambda x, y: torch.sigmoid(-x)),
-    "tanhshrink": (memsave.nn.Tanhshrink(), lambda x, y: x.tanh().square()),
+#: Curves, their slopes by input and output, and to how many roundings.
+CURVES: dict[str, tuple[nn.Module, Callable[[Tensor, Tensor], Tensor], int]] = {
+    "softplus": (memsave.nn.SoftplusFromOutput(threshold=40), lambda x, y: -(-y).expm1(), 2),
+    "logsigmoid, y": (memsave.nn.LogSigmoidFromOutput(), lambda x, y: -y.expm1(), 2),
+    "logsigmoid": (memsave.nn.LogSigmoid(), lambda x, y: torch.sigmoid(-x), 4),
+    "tanhshrink": (memsave.nn.Tanhshrink(), lambda x, y: x.tanh().square(), 4),
 }
 
 
 @needs_nodes
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("is_transposed", [False, True])
-@pytest.mark.parametrize(("layer", "slope"), CURVES.values(), ids=CURVES)
-def test_slopes_of_curves(layer: nn.Module, slope: Any, is_transposed: bool, dtype: Any) -> None:
+@pytest.mark.parametrize(("layer", "slope", "roundings"), CURVES.values(), ids=CURVES)
+def test_slopes_of_curves(
+    layer: nn.Module, slope: Any, roundings: int, is_transposed: bool, dtype: torch.dtype
+) -> None:
     """To rounding, relative to the slope: from where it is its exponential to where it is 1."""
     special = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan])
     x = torch.cat([torch.linspace(-100, 85, 65529), special, torch.zeros(2)]).to(dtype)
@@ -230,8 +232,37 @@ def test_slopes_of_curves(layer: nn.Module, slope: Any, is_transposed: bool, dty
     (dx,) = torch.autograd.grad(y, x, g.T if is_transposed else g)
     exact = (g.T if is_transposed else g).double() * slope(x.detach().double(), y.double())
     torch.testing.assert_close(
-        dx.double(), exact, rtol=4 * torch.finfo(dtype).eps, atol=1e-37, equal_nan=True
+        dx.double(), exact, rtol=roundings * torch.finfo(dtype).eps, atol=1e-37, equal_nan=True
     )
+
+
+@needs_nodes
+def test_softshrink_overwrites_nothing_that_torch_computes() -> None:
+    x = torch.randn(7)
+    assert kernels.nodes.bits("softshrink", x, False, "softshrink", -0.5, 0.5) is not None
+    assert kernels.nodes.bits("softshrink", x, True, "softshrink", -0.5, 0.5) is None
+
+
+#: Functions whose sizes may be one number, a tuple or a list.
+SIZED: dict[str, Callable[[Tensor, Any], Tensor]] = {
+    "conv2d": lambda x, size: F.conv2d(x, torch.ones(6, 6, 3, 3), padding=size),
+    "conv_transpose2d": lambda x, size: F.conv_transpose2d(x, torch.ones(6, 6, 3, 3), stride=size),
+    "avg_pool2d": lambda x, size: F.avg_pool2d(x, size),
+    "adaptive_avg_pool2d": lambda x, size: F.adaptive_avg_pool2d(x, size),
+    "pad": lambda x, size: F.pad(x, 2 * size, mode="reflect"),
+}
+
+
+@needs_nodes
+@pytest.mark.parametrize(
+    "sizes", [(2, 2), [2, 2], torch.Size([2, 2])], ids=["tuple", "list", "Size"]
+)
+@pytest.mark.parametrize("layer", SIZED.values(), ids=SIZED)
+def test_sizes_in_sequences(layer: Callable[[Tensor, Any], Tensor], sizes: Any) -> None:
+    x = torch.randn(2, 6, 8, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    y, expected = layer(x, sizes), layer(x, (2, 2))
+    assert type(y.grad_fn).__name__ == type(expected.grad_fn).__name__ == "MemsaveLayerBackward"
+    same(y, expected, rtol=0, atol=0)
 
 
 ADAPTIVE = [

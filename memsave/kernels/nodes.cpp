@@ -51,6 +51,9 @@ bool is_plain(const Tensor &x) {
     return x.key_set() == plain && x.has_storage() && (!x.numel() || x.storage().data());
 }
 
+/* Whether nobody asks for a derivative of what backward makes of g, or how it comes about. */
+bool is_final(const Tensor &g) { return !at::GradMode::is_enabled() && is_plain(g) && is_unobserved(); }
+
 Loop *loop_for(int64_t family, at::ScalarType dtype) {
     const int code = dtype == at::kBFloat16 ? 4 : at::isFloatingType(dtype) ? 2 : 1; /* of DLPack */
     return loops->of(family, code, 8 * (int)c10::elementSize(dtype));
@@ -383,12 +386,12 @@ bool numbers(PyObject *const *args, double *out, int count) {
 
 /* As options of layers are: a number for all axes, or one for each; none stands for those given. */
 bool sizes(PyObject *arg, size_t dims, at::DimVector &out, at::IntArrayRef absent = {}) {
-    const bool is_tuple = PyTuple_CheckExact(arg);
-    const size_t given = is_tuple ? PyTuple_GET_SIZE(arg) : 1;
+    const bool are_several = PyTuple_Check(arg) || PyList_Check(arg);
+    const size_t given = are_several ? PySequence_Fast_GET_SIZE(arg) : 1;
     if (given != 1 && given != dims) return false;
     out.resize(dims);
     for (size_t axis = 0; axis < dims; axis++) {
-        PyObject *one = is_tuple ? PyTuple_GET_ITEM(arg, given == 1 ? 0 : axis) : arg;
+        PyObject *one = are_several ? PySequence_Fast_GET_ITEM(arg, given == 1 ? 0 : axis) : arg;
         if (one == Py_None && !absent.empty()) {
             out[axis] = absent[axis];
             continue;
@@ -425,6 +428,7 @@ PyObject *bits(PyObject *, PyObject *const *args, Py_ssize_t count) {
     if (inplace < 0) return nullptr;
     Made made;
     if (also != Py_None && !THPVariable_CheckExact(also)) Py_RETURN_NONE;
+    if (softshrinks && inplace) Py_RETURN_NONE;
     {
         pybind11::gil_scoped_release unlocked;
         at::AutoDispatchBelowADInplaceOrView guard;
@@ -559,7 +563,7 @@ Tensor feature_dropout_backward(AutogradContext *ctx, const Tensor &g) {
     if (!are_bits(bits, shape[0] * shape[1]) || !is_unobserved())
         return g * unpack(bits, shape, c10::contiguous_strides(shape)).to(g.scalar_type()).div(1 - p);
     const Tensor noise = noise_of(bits, shape, p, g.scalar_type());
-    if (at::GradMode::is_enabled() || !is_plain(g)) return g * noise;
+    if (!is_final(g)) return g * noise;
     at::AutoDispatchBelowADInplaceOrView guard;
     return times(g, noise);
 }
@@ -779,7 +783,7 @@ Tensor adaptive_max_pool_backward(AutogradContext *ctx, const Tensor &g) {
     TORCH_CHECK(offsets.dim() == (int64_t)shape.size(), "what was kept has another shape now");
     const Windows windows(shape, offsets.sizes(), kernel);
     const Tensor places = windows.places_of(offsets);
-    if (at::GradMode::is_enabled() || !is_plain(g) || !is_unobserved() || g.sizes() != places.sizes()) {
+    if (!is_final(g) || g.sizes() != places.sizes()) {
         const Tensor x = stand_in(g, shape);
         if (kernel.size() == 3) return at::adaptive_max_pool3d_backward(g, x, places);
         if (kernel.size() == 2) return at::adaptive_max_pool2d_backward(g, x, places);
@@ -804,7 +808,7 @@ Tensor batch_norm_eval_backward(AutogradContext *ctx, const Tensor &g) {
     const double eps = ctx->saved_data.at("eps").toDouble();
     at::DimVector shape(g.dim(), 1);
     shape[1] = kept[0].numel();
-    bool fast = !at::GradMode::is_enabled() && is_plain(g) && is_unobserved();
+    bool fast = is_final(g);
     for (const Tensor &one : kept)
         fast = fast && is_plain(one) && one.is_contiguous() && one.numel() == shape[1] &&
                one.scalar_type() == g.scalar_type();
@@ -892,7 +896,8 @@ PyObject *pad(PyObject *, PyObject *const *args, Py_ssize_t count) {
     TORCH_CHECK_TYPE(count == 4, "pad takes 4 arguments");
     const Tensor *x = plain(args[1]);
     const bool replicates = args[2] == Py_True;
-    const size_t ends = PyTuple_CheckExact(args[3]) ? PyTuple_GET_SIZE(args[3]) : 0, dims = ends / 2;
+    const bool are_several = PyTuple_Check(args[3]) || PyList_Check(args[3]);
+    const size_t ends = are_several ? PySequence_Fast_GET_SIZE(args[3]) : 0, dims = ends / 2;
     at::DimVector edges;
     if (!x || !x->is_contiguous() || !x->numel() || ends % 2 || !dims || dims > 3) Py_RETURN_NONE;
     if ((size_t)x->dim() - dims - 1 > 1 || !sizes(args[3], ends, edges)) Py_RETURN_NONE;
@@ -998,9 +1003,12 @@ PyObject *embedding(PyObject *, PyObject *const *args, Py_ssize_t count) {
     if (PyErr_Occurred()) return nullptr;
     if (!weight || !indices || !weight->is_contiguous() || !weight->numel()) Py_RETURN_NONE;
     Made made;
-    made.y = compute([&] { return at::embedding(*weight, *indices, padding, by_freq); });
+    const auto dtype = ((THPDtype *)args[3])->scalar_type;
+    made.y = compute([&] {
+        made.kept = {as_integers(*indices, dtype)};
+        return at::embedding(*weight, *indices, padding, by_freq);
+    });
     if (!made.y.numel()) Py_RETURN_NONE;
-    made.kept = {compute([&] { return as_integers(*indices, ((THPDtype *)args[3])->scalar_type); })};
     const int64_t options[] = {weight->size(0), padding, by_freq};
     made.call["options"] = at::IntArrayRef(options);
     return layer(args[0], *weight, EMBEDDING, made);
@@ -1041,10 +1049,10 @@ PyObject *curve(PyObject *, PyObject *const *args, Py_ssize_t count) {
     END_HANDLE_TH_ERRORS
 }
 
-/* Whether nobody asks for a derivative of g times a slope by what is kept, or how it comes about. */
+/* (And what is kept is laid out as g.) */
 bool is_final(const Tensor &g, const Tensor &kept) {
-    return !at::GradMode::is_enabled() && is_plain(g) && is_plain(kept) && is_unobserved() &&
-           g.scalar_type() == kept.scalar_type() && g.sizes() == kept.sizes() && g.strides() == kept.strides();
+    return is_final(g) && is_plain(kept) && g.scalar_type() == kept.scalar_type() &&
+           g.sizes() == kept.sizes() && g.strides() == kept.strides();
 }
 
 /* By a loop, if there is one. */
@@ -1159,6 +1167,14 @@ struct Norms : Function<Norms> {
 enum Kept { ARRAY, RSTD, WEIGHT, BIAS };
 enum { MOST_FEATURES = 16384 }; /* of parameters whose values are looked at by each call */
 
+/* A parameter of so many features that a loop can read beside x. */
+const Tensor *vector_of(PyObject *arg, const Tensor &x, int64_t features) {
+    const Tensor *vector = plain(arg);
+    const bool fits = vector && vector->scalar_type() == x.scalar_type() && vector->is_contiguous() &&
+                      vector->sizes() == at::IntArrayRef(features);
+    return fits ? vector : nullptr;
+}
+
 PyObject *norm(PyObject *, PyObject *const *args, Py_ssize_t count) {
     HANDLE_TH_ERRORS
     TORCH_CHECK_TYPE(count == 9, "norm takes 9 arguments");
@@ -1175,10 +1191,8 @@ PyObject *norm(PyObject *, PyObject *const *args, Py_ssize_t count) {
     std::optional<Tensor> vectors[2];
     for (int k = 0; k < 2; k++) {
         if (args[2 + k] == Py_None) continue;
-        const Tensor *vector = plain(args[2 + k]);
-        if (!vector || vector->scalar_type() != x->scalar_type() || !vector->is_contiguous() ||
-            vector->sizes() != at::IntArrayRef(features))
-            Py_RETURN_NONE;
+        const Tensor *vector = vector_of(args[2 + k], *x, features);
+        if (!vector) Py_RETURN_NONE;
         vectors[k] = *vector;
     }
     Made made;
@@ -1232,10 +1246,7 @@ PyObject *is_over_last(PyObject *, PyObject *const *args, Py_ssize_t count) {
     if (x->scalar_type() != at::kFloat && x->scalar_type() != at::kDouble) Py_RETURN_FALSE;
     for (int k = 0; k < 2; k++) {
         if (args[2 + k] == Py_None) continue;
-        const Tensor *vector = vectors[k] = plain(args[2 + k]);
-        if (!vector || vector->scalar_type() != x->scalar_type() || !vector->is_contiguous() ||
-            vector->sizes() != at::IntArrayRef(features))
-            Py_RETURN_FALSE;
+        if (!(vectors[k] = vector_of(args[2 + k], *x, features))) Py_RETURN_FALSE;
     }
     if (!inverts) Py_RETURN_TRUE;
     if (!vectors[0]) return PyBool_FromLong(!vectors[1]);
@@ -1287,7 +1298,7 @@ variable_list Norms::norm_backward(AutogradContext *ctx, const variable_list &gs
     const bool from_y = ctx->saved_data.at("from_y").toBool();
     const bool centered = ctx->saved_data.at("centered").toBool();
     const Tensor &array = kept[ARRAY];
-    bool fast = !gs[1].defined() && !at::GradMode::is_enabled() && is_plain(gs[0]) && is_unobserved() &&
+    bool fast = !gs[1].defined() && is_final(gs[0]) &&
                 gs[0].sizes() == array.sizes() && gs[0].scalar_type() == array.scalar_type();
     const int64_t features = groups ? array.size(1) : array.size(-1), count = std::max<int64_t>(groups, 1);
     const int64_t places = groups ? array.numel() / (array.size(0) * features) : 1;
@@ -1356,7 +1367,7 @@ Tensor cross_entropy_backward(AutogradContext *ctx, const Tensor &g) {
     const int64_t ignored = ctx->saved_data.at("ignored").toInt();
     const bool is_mean = ctx->saved_data.at("is_mean").toBool();
     const bool of_rows = g.dim() && g.is_contiguous() && g.sizes() == target.sizes();
-    const bool fast = !at::GradMode::is_enabled() && is_plain(g) && fits(x, target) && is_unobserved();
+    const bool fast = is_final(g) && fits(x, target);
     if (!fast || !(of_rows || !g.dim()) || g.scalar_type() != x.scalar_type()) {
         const Tensor counts = target != ignored, index = (target * counts).unsqueeze(1);
         const Tensor each = is_mean ? g / counts.sum(g.scalar_type()) : g;

@@ -228,6 +228,7 @@ def _conv_transpose_node(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
+    *,
     stride: Ints = 1,
     padding: Ints = 0,
     output_padding: Ints = 0,
