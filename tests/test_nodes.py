@@ -237,6 +237,27 @@ def test_slopes_of_curves(
 
 
 @needs_nodes
+@pytest.mark.parametrize("classes", [1, 7, 300])
+def test_softmax_of_cross_entropy(classes: int) -> None:
+    """To rounding, relative to each probability, the smallest too; nothing of classes at -inf."""
+    generator = torch.Generator().manual_seed(0)
+    eighths = torch.randint(-400, 400, (300, classes), generator=generator)  # whose sums are exact
+    x, target = eighths / 8.0, torch.zeros(300, dtype=torch.int64)
+    x[:, 2::5] = -torch.inf
+    x[0], x[1], x[2, -1], x[3, -1] = -torch.inf, torch.inf, torch.nan, torch.inf
+    x.requires_grad_()
+    loss = memsave.functional.cross_entropy(x, target, reduction="sum")
+    assert type(loss.grad_fn).__name__ == "MemsaveLayerBackward"
+    (dx,) = torch.autograd.grad(loss, x)
+    p = x.detach().double().softmax(1)
+    dx[:, 0] += 1
+    eps = torch.finfo(torch.float32).eps
+    torch.testing.assert_close(dx[:, 1:].double(), p[:, 1:], rtol=6 * eps, atol=1e-37, equal_nan=True)
+    torch.testing.assert_close(dx[:, 0].double(), p[:, 0], rtol=0, atol=2 * eps, equal_nan=True)
+    assert (dx[4:, 2::5] == 0).all()
+
+
+@needs_nodes
 def test_softshrink_overwrites_nothing_that_torch_computes() -> None:
     x = torch.randn(7)
     assert kernels.nodes.bits("softshrink", x, False, "softshrink", -0.5, 0.5) is not None

@@ -8,7 +8,7 @@
 
 /* To be counted up, in native.py too, with each change of what is below or of what Python calls: so that
    nothing runs that was compiled from another state of the sources. */
-enum { INTERFACE = 8 };
+enum { INTERFACE = 9 };
 
 /* What some of the work is, from start to end, and by which thread. */
 typedef void Loop(const void *work, ptrdiff_t start, ptrdiff_t end, ptrdiff_t thread);
@@ -47,6 +47,13 @@ typedef struct {
     int from_y, centered;
 } Norm;
 
+/* Softmax of rows of floats, each times its factor. */
+typedef struct {
+    const void *x, *factors;
+    void *y;
+    ptrdiff_t features;
+} Softmax;
+
 /* A Mersenne twister, as torch has it: the next word to take, and how many there are until all are made
    anew (at 1). */
 enum { TWISTER_WORDS = 624 };
@@ -75,6 +82,7 @@ typedef struct {
     /* Rows of floats or doubles, or groups of several places; the same, with these threads. */
     void (*norm)(const Norm *norm, int is_double, int of_groups, ptrdiff_t rows, ptrdiff_t threads);
     void (*bernoulli)(Twister *twister, uint8_t *bits, ptrdiff_t elements, double p);
+    void (*softmax)(const Softmax *softmax, ptrdiff_t rows, ptrdiff_t threads);
 } Loops;
 
 #endif

@@ -122,9 +122,13 @@ FROM_BITS(select_int16_t, int16_t, uint16_t, flag ? v : 0)
 FROM_BITS(select_int32_t, int32_t, uint32_t, flag ? v : 0)
 FROM_BITS(select_int64_t, int64_t, uint32_t, flag ? v : 0)
 
-/* exp(u) - 1: with u = n log(2) + r it is 2^n (exp(r) - 1) + 2^n - 1, where the series of exp(r) - 1 has
-   as many terms as a float can tell. */
-static inline float expm1_of(float u) {
+/* exp(u), and exp(u) - 1: with u = n log(2) + r they are 2^n (exp(r) - 1), and to that 2^n, or 2^n - 1. The
+   series of exp(r) - 1 has as many terms as a float can tell. */
+typedef struct {
+    float power, product;
+} Exponential;
+
+static inline Exponential exponential_of(float u) {
     u = u < -87 ? -87 : u > 88 ? 88 : u; /* (nan stays) */
     const float round = 12582912, n = u * 1.44269504f + round - round; /* 1.5 * 2^23 */
     const float r = u - n * 0.693359375f + n * 2.12194440e-4f;
@@ -133,7 +137,18 @@ static inline float expm1_of(float u) {
     const uint32_t bits = (uint32_t)((int32_t)n + 127) << 23;
     float power;
     memcpy(&power, &bits, 4);
-    return power * exponential + (power - 1);
+    return (Exponential){power, power * exponential};
+}
+
+static inline float expm1_of(float u) {
+    const Exponential e = exponential_of(u);
+    return e.product + (e.power - 1);
+}
+
+/* Of no more than 0: nothing, where it is below the normal numbers. */
+static inline float exp_of(float u) {
+    const Exponential e = exponential_of(u);
+    return u < -87 ? 0 : e.product + e.power;
 }
 
 static inline float tanh_of(float u) {
@@ -157,6 +172,24 @@ static inline float square(float u) { return u * u; }
 FROM_CURVE(rest, x[i] * -expm1_of(a * kept))
 FROM_CURVE(tanh2, x[i] * square(tanh_of(kept)))
 FROM_CURVE(logistic, kept > 88 ? x[i] * 0 : x[i] / (2 + expm1_of(kept)))
+
+/* Rows of softmax(x), times one factor each. */
+WIDE_LOOP void softmax(const void *work, size start, size end, size thread) {
+    const Softmax *rows = work;
+    const size features = rows->features;
+    (void)thread;
+    for (size row = start; row < end; row++) {
+        const float *x = (const float *)rows->x + row * features;
+        float *y = (float *)rows->y + row * features, largest = -INFINITY, sum = 0;
+        LARGEST_OF(largest) for (size i = 0; i < features; i++) largest = x[i] > largest ? x[i] : largest;
+        SUMMED(sum) for (size i = 0; i < features; i++) {
+            y[i] = exp_of(x[i] - largest);
+            sum += y[i];
+        }
+        const float factor = ((const float *)rows->factors)[row] / sum;
+        EACH for (size i = 0; i < features; i++) y[i] *= factor;
+    }
+}
 
 /* Normalization, backwards: gradients of x, weight and bias, from x or from y. Of rows, or of groups
    of channels that have several places each. */
@@ -855,6 +888,10 @@ static void run_norm(const Norm *norm, int is_double, int of_groups, size rows, 
         rows * norm->features * norm->places);
 }
 
+static void run_softmax(const Softmax *rows, size count, size threads) {
+    run((Task){softmax, rows, count, 1}, threads, count * rows->features);
+}
+
 static Loop *loop_for(size family, int code, int bits) {
     static const uint8_t KINDS[4][2] = {{FLOAT, 32}, {FLOAT, 64}, {BFLOAT, 16}, {FLOAT, 16}};
     if (family < 0 || family >= COUNT(OVER_BITS)) return NULL;
@@ -1217,8 +1254,8 @@ static int add_names(PyObject *module, const Named *table, size count) {
 }
 
 static int add_loops(PyObject *module) {
-    static const Loops loops = {loop_for, run_over_bits,     run_pool, run_adaptive_pool,
-                                run_norm, memsave_bernoulli};
+    static const Loops loops = {loop_for, run_over_bits,     run_pool,   run_adaptive_pool,
+                                run_norm, memsave_bernoulli, run_softmax};
     PyObject *capsule = PyCapsule_New((void *)&loops, LOOPS, NULL);
     const int failed = !capsule || PyModule_AddObjectRef(module, "loops", capsule) < 0;
     Py_XDECREF(capsule);

@@ -74,6 +74,12 @@ Tensor memory(at::IntArrayRef shape, at::IntArrayRef stride, at::ScalarType dtyp
     return Tensor(at::detail::empty_strided_cpu(shape, stride, dtype));
 }
 
+Tensor zeros(at::IntArrayRef shape, at::ScalarType dtype) {
+    const Tensor x = memory(shape, dtype);
+    std::memset(x.mutable_data_ptr(), 0, x.nbytes());
+    return x;
+}
+
 Tensor memory_like(const Tensor &x) { return memory(x.sizes(), x.strides(), x.scalar_type()); }
 
 /* Whether only the node that is running has g, dense and in memory of torch's own, so that what it makes
@@ -1291,6 +1297,16 @@ variable_list norm_by_operations(const variable_list &gs, const variable_list &k
     return grads;
 }
 
+Tensor inverse_of(const Tensor &vector) {
+    const Tensor inverse = memory_like(vector);
+    AT_DISPATCH_FLOATING_TYPES(vector.scalar_type(), "inverse_of", [&] {
+        const scalar_t *from = vector.const_data_ptr<scalar_t>();
+        std::transform(from, from + vector.numel(), inverse.mutable_data_ptr<scalar_t>(),
+                       [](scalar_t value) { return 1 / value; });
+    });
+    return inverse;
+}
+
 variable_list Norms::norm_backward(AutogradContext *ctx, const variable_list &gs, const bool *wanted) {
     if (!gs[0].defined() && !gs[1].defined()) return variable_list(3);
     const auto kept = ctx->get_saved_variables();
@@ -1318,8 +1334,8 @@ variable_list Norms::norm_backward(AutogradContext *ctx, const variable_list &gs
     variable_list grads(3);
     if (wanted[0]) grads[0] = memory_for(g);
     for (int k = 1; k < 3; k++)
-        if (wanted[k]) grads[k] = at::zeros({threads, features}, g.options());
-    const Tensor inverse = from_y && !groups && kept[WEIGHT].defined() ? kept[WEIGHT].reciprocal() : Tensor();
+        if (wanted[k]) grads[k] = zeros({threads, features}, g.scalar_type());
+    const Tensor inverse = from_y && !groups && kept[WEIGHT].defined() ? inverse_of(kept[WEIGHT]) : Tensor();
     const auto read = [](const Tensor &t) { return t.defined() ? t.const_data_ptr() : nullptr; };
     const auto write = [](const Tensor &t) { return t.defined() ? t.mutable_data_ptr() : nullptr; };
     const Norm norm = {g.const_data_ptr(), array.const_data_ptr(), nullptr, read(kept[RSTD]),
@@ -1376,14 +1392,17 @@ Tensor cross_entropy_backward(AutogradContext *ctx, const Tensor &g) {
     }
     at::AutoDispatchBelowADInplaceOrView guard;
     const int64_t rows = x.size(0), classes = x.size(1), *classed = target.const_data_ptr<int64_t>();
-    const Tensor dx = at::_softmax(x, 1, false), h = memory({rows, 1}, x.scalar_type());
+    const bool is_float = x.scalar_type() == at::kFloat;
+    const Tensor dx = is_float ? memory_like(x) : at::_softmax(x, 1, false), h = memory({rows, 1}, x.scalar_type());
     AT_DISPATCH_FLOATING_TYPES(x.scalar_type(), "cross_entropy", [&] {
         const scalar_t *of = g.const_data_ptr<scalar_t>();
         scalar_t *each = h.mutable_data_ptr<scalar_t>(), *gradient = dx.mutable_data_ptr<scalar_t>();
         const auto count = is_mean ? rows - std::count(classed, classed + rows, ignored) : 1;
         for (int64_t row = 0; row < rows; row++)
             each[row] = classed[row] == ignored ? 0 : of[of_rows ? row : 0] / (scalar_t)count;
-        dx.mul_(h);
+        const Softmax softmax = {x.const_data_ptr(), each, gradient, classes};
+        if (is_float) loops->softmax(&softmax, rows, at::get_num_threads());
+        else dx.mul_(h);
         for (int64_t row = 0; row < rows; row++) {
             if (classed[row] == ignored) continue;
             TORCH_CHECK_INDEX(classed[row] >= 0 && classed[row] < classes, "Target ", classed[row],

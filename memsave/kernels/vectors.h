@@ -22,15 +22,17 @@
 #define PRAGMA(TEXT) _Pragma(#TEXT)
 #define EACH PRAGMA(omp simd)
 #define EACH_OF_FEW PRAGMA(omp simd safelen(64))
-#define SUMMED(A, B) PRAGMA(omp simd reduction(+ : A, B))
+#define SUMMED(...) PRAGMA(omp simd reduction(+ : __VA_ARGS__))
 #define UNITED(WORD) PRAGMA(omp simd reduction(| : WORD))
+#define LARGEST_OF(MOST) PRAGMA(omp simd reduction(max : MOST))
 #define LARGEST(MOST, WORD) PRAGMA(omp simd reduction(max : MOST) reduction(| : WORD))
 #define PREFETCH(ADDRESS) __builtin_prefetch(ADDRESS)
 #else
 #define EACH
 #define EACH_OF_FEW
-#define SUMMED(A, B)
+#define SUMMED(...)
 #define UNITED(WORD)
+#define LARGEST_OF(MOST)
 #define LARGEST(MOST, WORD)
 #define PREFETCH(ADDRESS) (void)(ADDRESS)
 #endif
