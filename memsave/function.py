@@ -36,6 +36,7 @@ from torch._C import (
     _is_tracing,
     _len_torch_function_stack,
 )
+from torch._C._autograd import CreationMeta, _get_creation_meta
 from torch._C._functorch import is_functorch_wrapped_tensor, is_legacy_batchedtensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
@@ -372,6 +373,8 @@ def _unservable(rule: Rule, args: tuple[Any, ...], options: Mapping[str, Any]) -
     """Whether this call is one that a Python autograd function cannot serve."""
     if _are_functorch_transforms_active() or forward_ad._current_level >= 0 or _is_tracing():
         return True
+    if rule.row.inplace and options.get("inplace") and not _is_writable(args[0]):
+        return True
     if are_arrays(*args):
         return False
     for arg in args:
@@ -384,6 +387,17 @@ def _unservable(rule: Rule, args: tuple[Any, ...], options: Mapping[str, Any]) -
         ):
             return True
     return False
+
+
+def _is_writable(x: Tensor) -> bool:
+    """Whether ``x``, which wants a gradient, may be overwritten. (Where it may not, the stock op
+    says why, before it does.)
+    """
+    if not x._is_view():
+        return not x.is_leaf
+    base = x._base
+    assert base is not None
+    return not base.is_leaf and _get_creation_meta(x) == CreationMeta.DEFAULT
 
 
 _OF_TORCH = (Tensor, torch.nn.Parameter)
@@ -445,7 +459,7 @@ def is_traced(x: Any) -> bool:
 
 def is_plain_gradient(g: Tensor) -> bool:
     """Whether ``bwd`` may do to ``g`` what has no derivative and no rule for vmap."""
-    if g.requires_grad:
+    if g.requires_grad or forward_ad._current_level >= 0:
         return False
     return are_arrays(g) or (
         type(g) in (Tensor, FakeTensor)

@@ -68,19 +68,22 @@ def test_compiled_autograd(row: Layer, by: str) -> None:
     rule = function.RULES[row.name]
     layer = function.differentiable(rule if by == "nodes" else rule._replace(node=None))
 
-    def gradients(wrt: frozenset[str]) -> tuple[torch.Tensor | None, ...]:
+    def gradients(wrt: frozenset[str], more: dict[str, bool]) -> tuple[torch.Tensor | None, ...]:
         args = inputs(row, wrt, dtype=torch.float32)
         torch.manual_seed(0)
-        y = layer(*args.values(), **options(row))
+        x, *others = args.values()
+        y = layer(x.clone() if more else x, *others, **options(row) | more)
         y = y[0] if isinstance(y, tuple) else y
         wanted = [args[name] for name in sorted(wrt)]
         return torch.autograd.grad(y.square().sum(), wanted, allow_unused=True)
 
+    in_place = [{"inplace": True}] if row.inplace else []
     for wrt in {frozenset(row.reads), frozenset([next(iter(row.reads))])}:
-        expected = gradients(wrt)
-        with compiled_autograd._enable(partial(torch.compile, backend="eager")):
-            actual = gradients(wrt)
-        same(actual, expected)
+        for more in [{}, *in_place]:
+            expected = gradients(wrt, more)
+            with compiled_autograd._enable(partial(torch.compile, backend="eager")):
+                actual = gradients(wrt, more)
+            same(actual, expected)
 
 
 def frozen() -> list[nn.Module]:

@@ -31,7 +31,7 @@ from experiments.measure import peak_bytes
 from memsave import function, kernels
 from memsave.kernels import reference
 from memsave.kernels.reference import Like
-from memsave.layers.norm import LARGEST_RATIO, is_invertible
+from memsave.layers.norm import LARGEST_RATIO, LEAST_WEIGHT, is_invertible
 from memsave.spec import TABLE, Layer
 
 F = memsave.functional
@@ -142,7 +142,10 @@ def test_zeros_of_softshrink_have_the_signs_of_torch(size: int, threads: int) ->
 INVERTIBLE = [
     (True, torch.ones(6), None),
     (True, torch.ones(6), torch.full((6,), -16.0)),
-    (True, torch.full((6,), torch.nan), torch.ones(6)),
+    (False, torch.full((6,), torch.nan), torch.ones(6)),
+    (False, torch.full((6,), torch.inf), None),
+    (False, torch.full((6,), 1e-310, dtype=torch.float64), None),
+    (False, torch.ones(6), torch.full((6,), torch.nan)),
     (True, None, None),
     (False, None, torch.ones(6)),
     (False, torch.tensor([1.0, 1, 1, 1, 1, 0]), None),
@@ -156,32 +159,59 @@ INVERTIBLE = [
 @pytest.mark.parametrize(("expected", "weight", "bias"), INVERTIBLE)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_what_is_invertible_at_a_look(
-    expected: bool, weight: Tensor | None, bias: Tensor | None, dtype: torch.dtype
+    expected: bool,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As the rule says, which looks once."""
+    """As the rule says."""
     weight, bias = (None if t is None else t.to(dtype) for t in (weight, bias))
     x = torch.randn(2, 6, dtype=dtype)
 
-    def look(
-        x: Tensor, shape: tuple[int, ...] = (6,), factor: float | None = LARGEST_RATIO
-    ) -> bool:
-        return kernels.nodes.is_over_last(x, shape, weight, bias, factor)
+    def look(x: Tensor) -> bool | None:
+        return kernels.nodes.is_invertible(x, weight, bias, LEAST_WEIGHT[dtype], LARGEST_RATIO)
+
+    def is_over_last(x: Tensor, shape: Any = (6,)) -> bool:
+        return kernels.nodes.is_over_last(x, shape, weight, bias)
 
     assert is_invertible(x, weight, bias) == look(x) == expected
+    monkeypatch.setattr(kernels, "nodes", None)
+    assert is_invertible(x, weight, bias) == expected
+    monkeypatch.undo()
     if weight is not None:
-        others = (x.half(), x.to("meta"), x[:, :5], nn.Parameter(x), x.reshape(2, 2, 3))
-        assert [look(other) for other in others] == [False, False, False, expected, False]
-        at_all = [look(other, factor=None) for other in others]
-        assert at_all == [False, False, False, True, False]
-    for shape in ((5,), (2, 6), ()):
-        assert not look(x, shape)
-        assert not look(x, shape, factor=None)
-    assert look(x, factor=None)
+        others = (x.half(), x.to("meta"), nn.Parameter(x))
+        assert [look(other) for other in others] == [None, None, expected]
+        others = (x.half(), x.to("meta"), nn.Parameter(x), x[:, :5], x.reshape(2, 2, 3))
+        assert [is_over_last(other) for other in others] == [False, False, True, False, False]
+    for shape in ((5,), (2, 6), (), [6]):
+        assert not is_over_last(x, shape)
+    assert is_over_last(x)
     with torch.no_grad():
-        assert not look(x)
-        assert look(x, factor=None)
+        assert not is_invertible(x, weight, bias)
     with torch.autocast("cpu"):
-        assert not look(x, factor=None)
+        assert look(x) is None
+        assert not is_over_last(x)
+
+
+@pytest.mark.parametrize("value", [0.0, 1e-40, torch.nan])
+def test_weights_that_a_user_overwrites_unseen(value: float) -> None:
+    """By ``.data``, of which torch counts no versions."""
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+    pairs = (
+        (memsave.nn.GroupNormFromOutput(2, 4), nn.GroupNorm(2, 4)),
+        (memsave.nn.LayerNormFromOutput(4), nn.LayerNorm(4)),
+        (memsave.nn.RMSNormFromOutput(4), nn.RMSNorm(4)),
+    )
+    for pair in pairs:
+        results = []
+        for layer in pair:
+            layer(x.requires_grad_())
+            assert layer.weight is not None
+            layer.weight.data[0] = value
+            y = layer(x)
+            results.append(torch.autograd.grad(y, [x, layer.weight], torch.ones_like(y)))
+        same(*results)
 
 
 @needs_nodes
@@ -252,7 +282,9 @@ def test_softmax_of_cross_entropy(classes: int) -> None:
     p = x.detach().double().softmax(1)
     dx[:, 0] += 1
     eps = torch.finfo(torch.float32).eps
-    torch.testing.assert_close(dx[:, 1:].double(), p[:, 1:], rtol=6 * eps, atol=1e-37, equal_nan=True)
+    torch.testing.assert_close(
+        dx[:, 1:].double(), p[:, 1:], rtol=6 * eps, atol=1e-37, equal_nan=True
+    )
     torch.testing.assert_close(dx[:, 0].double(), p[:, 0], rtol=0, atol=2 * eps, equal_nan=True)
     assert (dx[4:, 2::5] == 0).all()
 
@@ -297,15 +329,17 @@ ADAPTIVE = [
 
 @needs_nodes
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("special", [None, torch.nan, -torch.inf])
+@pytest.mark.parametrize("special", [None, torch.nan, -torch.inf, 0.0])
 @pytest.mark.parametrize(("shape", "sizes"), ADAPTIVE, ids=str)
 def test_adaptive_max_pooling(
     shape: tuple[int, ...], sizes: Any, special: float | None, dtype: torch.dtype
 ) -> None:
-    """Of windows that differ or are large, with ties, nan, and nothing but -inf."""
+    """Of windows that differ or are large, with ties (of zeros, too), nan, and nothing but -inf."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(shape, generator=generator, dtype=dtype).mul(4).round()
-    if special is not None:
+    if special == 0:
+        x = torch.where(x.abs() < 5, -1.0, torch.where(x < 0, -0.0, special)).to(dtype)
+    elif special is not None:
         x[torch.rand(shape, generator=generator) < (0.02 if special != special else 0.5)] = special
         x[0].fill_(special)
     name = f"adaptive_max_pool{len(sizes) if isinstance(sizes, tuple) else 1}d"
@@ -314,7 +348,7 @@ def test_adaptive_max_pooling(
         leaf = x.clone().requires_grad_()
         y = getattr(package, name)(leaf, sizes)
         assert package is not F or type(y.grad_fn).__name__ == "MemsaveLayerBackward"
-        return [y.detach(), *torch.autograd.grad(y, leaf, helpers.cotangent(y))]
+        return [y.detach(), y.signbit(), *torch.autograd.grad(y, leaf, helpers.cotangent(y))]
 
     same(run(F), run(nn.functional), rtol=0, atol=0, layout=True)
 

@@ -633,7 +633,7 @@ static inline size steps(size start, size place, size step) {
                             best = x[which];                                            \
                         } else if (most > best) {                                       \
                             for (which = line + from2; x[which] != most;) which++;      \
-                            best = most;                                                \
+                            best = x[which]; /* of zeros, the first */                  \
                         }                                                               \
                     }                                                                   \
                 ((T *)adaptive->y)[row * out[2] + o2] = best;                           \

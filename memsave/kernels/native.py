@@ -22,7 +22,7 @@ from .memory import FORMATS, in_order
 from .reference import PIECES, TESTS, Like, Rows, Windows
 
 #: That of loops.h.
-INTERFACE = 9
+INTERFACE = 10
 
 
 def check(module: ModuleType) -> None:

@@ -44,15 +44,22 @@ bool is_unobserved() {
 
 /* Whether it is memory and nothing else: on CPU, strided, not negated, fake, wrapped or batched. */
 bool is_plain(const Tensor &x) {
-    static const auto plain = [] {
+    static const auto plain = [] { /* (not by at::empty, of which a transform may make something else) */
         const c10::InferenceMode off(false);
-        return at::empty({0}, at::kFloat).key_set();
+        return at::detail::empty_cpu({0}, at::kFloat).key_set();
     }();
     return x.key_set() == plain && x.has_storage() && (!x.numel() || x.storage().data());
 }
 
-/* Whether nobody asks for a derivative of what backward makes of g, or how it comes about. */
-bool is_final(const Tensor &g) { return !at::GradMode::is_enabled() && is_plain(g) && is_unobserved(); }
+/* Whether forward-mode AD is on, whose tangents do not show in the keys of tensors. */
+bool has_tangents() { return (bool)torch::autograd::ForwardADLevel::try_get_by_idx(0); }
+
+/* Whether nobody asks how what backward makes of g depends on g, or comes about; or on anything else. */
+bool is_constant(const Tensor &g) {
+    const bool differentiated = at::GradMode::is_enabled() && g.requires_grad();
+    return !differentiated && is_plain(g) && is_unobserved() && !has_tangents();
+}
+bool is_final(const Tensor &g) { return !at::GradMode::is_enabled() && is_constant(g); }
 
 Loop *loop_for(int64_t family, at::ScalarType dtype) {
     const int code = dtype == at::kBFloat16 ? 4 : at::isFloatingType(dtype) ? 2 : 1; /* of DLPack */
@@ -144,8 +151,7 @@ int64_t family_of[FAMILIES];
 
 Tensor from_bits(Family family, const Tensor &g, const Tensor &bits, at::IntArrayRef stride, double a,
                  double b) {
-    const bool differentiated = at::GradMode::is_enabled() && g.requires_grad();
-    if (differentiated || !is_plain(g) || !are_bits(bits, g.numel()) || !is_unobserved()) {
+    if (!is_constant(g) || !are_bits(bits, g.numel())) {
         const Tensor mask = unpack(bits, g.sizes(), stride);
         if (family == SCALE) return at::where(mask, a == 1 ? g : g * a, g * b);
         const Tensor selected = at::where(mask, g, at::zeros({}, g.options()));
@@ -231,19 +237,7 @@ Tensor (*const BACKWARD[])(AutogradContext *, const Tensor &) = {
     adaptive_avg_pool_backward, convolution_backward, max_pool_backward, instance_norm_backward,
     cross_entropy_backward, adaptive_max_pool_backward};
 
-void remember(AutogradContext *ctx, Made *made) {
-    ctx->set_materialize_grads(false);
-    ctx->save_for_backward(made->kept);
-    ctx->saved_data = std::move(made->call);
-}
-
 struct Layer : Function<Layer> {
-    static Tensor forward(AutogradContext *ctx, const Tensor &x, Made *made) {
-        remember(ctx, made);
-        if (made->inplace) ctx->mark_dirty({x});
-        return made->y;
-    }
-
     static variable_list backward(AutogradContext *ctx, const variable_list &gs) {
         if (!gs[0].defined()) return variable_list(2);
         /* The caller may run backward under autocast; gradients have the dtypes of forward. */
@@ -251,6 +245,13 @@ struct Layer : Function<Layer> {
         return {BACKWARD[ctx->saved_data.at("kind").toInt()](ctx, gs[0]), Tensor()};
     }
 };
+
+/* Whether x, which wants a gradient, may be overwritten: where it may not, stock says why, before it does. */
+bool is_writable(const Tensor &x) {
+    const auto *view = torch::autograd::impl::get_view_autograd_meta(x);
+    if (!view || !view->has_bw_view()) return !x.is_leaf();
+    return view->get_creation_meta() == torch::autograd::CreationMeta::DEFAULT && !x._base().is_leaf();
+}
 
 bool name(PyObject *row, Made &made) {
     Py_ssize_t length;
@@ -267,8 +268,8 @@ auto make_node() {
     else return c10::make_intrusive<CppNode<T>>();
 }
 
-/* As T::apply, of new outputs and a few inputs, which may be absent: most of what that does is to find out
-   which outputs are inputs. */
+/* As T::apply, of a few inputs, which may be absent, and of new outputs (or, in place, the one input): most
+   of what that does is to find out which outputs are inputs. */
 template <typename T>
 void link(std::initializer_list<Tensor> inputs, std::initializer_list<Tensor> outputs, Made &made) {
     const auto node = make_node<decltype(torch::autograd::Edge::function), T>();
@@ -285,9 +286,14 @@ void link(std::initializer_list<Tensor> inputs, std::initializer_list<Tensor> ou
     node->is_variable_input_.push_back(false); /* made */
     node->set_ctx_grad_fn(node);
     node->set_next_edges(std::move(edges));
-    remember(&node->ctx_, &made);
+    node->ctx_.set_materialize_grads(false);
+    node->ctx_.save_for_backward(std::move(made.kept));
+    node->ctx_.saved_data = std::move(made.call);
     for (const Tensor &output : outputs) {
-        torch::autograd::set_history(output, node);
+        if (made.inplace) {
+            output.unsafeGetTensorImpl()->bump_version();
+            torch::autograd::impl::rebase_history(output, {node, node->add_input_metadata(output)});
+        } else torch::autograd::set_history(output, node);
         node->output_info_.emplace_back(output);
     }
     node->save_variables_to_ctx();
@@ -297,7 +303,6 @@ void link(std::initializer_list<Tensor> inputs, std::initializer_list<Tensor> ou
 PyObject *layer(PyObject *row, const Tensor &x, Kind kind, Made &made) {
     if (!name(row, made)) return nullptr;
     made.call["kind"] = (int64_t)kind;
-    if (made.inplace) return THPVariable_Wrap(Layer::apply(x, &made));
     link<Layer>({x}, {made.y}, made);
     return THPVariable_Wrap(made.y);
 }
@@ -327,10 +332,9 @@ const Tensor *plain(PyObject *x) {
 /* Whether operations mean nothing else now: no transform, no forward-mode AD, no tracing, no autocast. */
 bool is_usual() {
     using c10::DispatchKey;
-    return is_unobserved() &&
+    return is_unobserved() && !has_tangents() &&
            !c10::impl::tls_is_dispatch_key_included(DispatchKey::FuncTorchDynamicLayerFrontMode) &&
-           !at::autocast::is_autocast_enabled(at::kCPU) && !torch::jit::tracer::isTracing() &&
-           !torch::autograd::ForwardADLevel::try_get_by_idx(0);
+           !at::autocast::is_autocast_enabled(at::kCPU) && !torch::jit::tracer::isTracing();
 }
 
 /* Of the arguments at some places, whose gradients are wanted, as bits; None unless all are plain. */
@@ -432,6 +436,7 @@ PyObject *bits(PyObject *, PyObject *const *args, Py_ssize_t count) {
     if (!loop || !loop_for(family_of[family], x->scalar_type())) Py_RETURN_NONE;
     const int inplace = PyObject_IsTrue(args[3]);
     if (inplace < 0) return nullptr;
+    if (inplace && !is_writable(*x)) Py_RETURN_NONE;
     Made made;
     if (also != Py_None && !THPVariable_CheckExact(also)) Py_RETURN_NONE;
     if (softshrinks && inplace) Py_RETURN_NONE;
@@ -476,7 +481,7 @@ PyObject *dropout(PyObject *, PyObject *const *args, Py_ssize_t count) {
     Loop *loop = loop_for(family_of[SCALE], x->scalar_type());
     const int inplace = PyObject_IsTrue(args[4]), from_rng = PyObject_IsTrue(args[5]);
     if (inplace < 0 || from_rng < 0) return nullptr;
-    if (!loop) Py_RETURN_NONE;
+    if (!loop || (inplace && !is_writable(*x))) Py_RETURN_NONE;
     Made made;
     Tensor bits, state;
     {
@@ -623,6 +628,8 @@ PyObject *max_pool(PyObject *, PyObject *const *args, Py_ssize_t count) {
     Window window;
     if (dims < 1 || dims > 3 || !window_of(args[2], dims, window)) return nullptr;
     const ptrdiff_t *kernel = window.kernel;
+    for (int axis = 0; axis < 3; axis++)
+        if (kernel[axis] > LARGEST_WINDOW) Py_RETURN_NONE;
     if (!x || !x->numel() || kernel[0] * kernel[1] * kernel[2] > LARGEST_WINDOW) Py_RETURN_NONE;
     const auto format = format_of(*x, dims);
     const auto dtype = x->scalar_type();
@@ -726,9 +733,12 @@ Tensor max_pool_backward(AutogradContext *ctx, const Tensor &g) {
     const auto sizes = ctx->saved_data.at("window").toDimVector();
     Window window;
     std::copy(sizes.begin(), sizes.end(), (ptrdiff_t *)&window);
-    const bool differentiated = at::GradMode::is_enabled() && g.requires_grad();
-    const bool fits = is_plain(offsets) && offsets.scalar_type() == at::kByte && offsets.sizes() == g.sizes();
-    if (differentiated || !is_plain(g) || !fits || !is_unobserved()) {
+    const auto format = offsets.is_contiguous() ? at::MemoryFormat::Contiguous
+                        : dims == 2             ? at::MemoryFormat::ChannelsLast
+                                                : at::MemoryFormat::ChannelsLast3d;
+    const bool fits = is_plain(offsets) && offsets.scalar_type() == at::kByte && offsets.sizes() == g.sizes() &&
+                      offsets.is_contiguous(format);
+    if (!fits || !is_constant(g)) {
         const Windows windows(window);
         at::DimVector from(shape.begin(), shape.end() - dims), to = from;
         from.push_back(windows.outputs());
@@ -737,9 +747,6 @@ Tensor max_pool_backward(AutogradContext *ctx, const Tensor &g) {
         return at::zeros(to, g.options()).scatter_add(-1, places, g.reshape(from)).view(shape);
     }
     at::AutoDispatchBelowADInplaceOrView guard;
-    const auto format = offsets.is_contiguous() ? at::MemoryFormat::Contiguous
-                        : dims == 2             ? at::MemoryFormat::ChannelsLast
-                                                : at::MemoryFormat::ChannelsLast3d;
     const Tensor dx = at::empty(shape, g.options(), format);
     pool(true, g.contiguous(format), dx, offsets, window, dims, format);
     return dx;
@@ -918,6 +925,7 @@ PyObject *pad(PyObject *, PyObject *const *args, Py_ssize_t count) {
 }
 
 Tensor pad_backward(AutogradContext *ctx, const Tensor &g) {
+    ctx->get_saved_variables(); /* none; but a second time is an error, as in stock */
     const auto edges = ctx->saved_data.at("edges").toDimVector();
     const auto shape = ctx->saved_data.at("shape").toDimVector();
     const bool replicates = ctx->saved_data.at("replicates").toBool();
@@ -959,6 +967,7 @@ PyObject *avg_pool(PyObject *, PyObject *const *args, Py_ssize_t count) {
 }
 
 Tensor avg_pool_backward(AutogradContext *ctx, const Tensor &g) {
+    ctx->get_saved_variables(); /* (as above) */
     const auto options = ctx->saved_data.at("options").toDimVector();
     const auto shape = ctx->saved_data.at("shape").toDimVector();
     const size_t dims = options.size() / 3 - 1;
@@ -978,6 +987,8 @@ PyObject *adaptive_avg_pool(PyObject *, PyObject *const *args, Py_ssize_t count)
     const size_t dims = PyLong_AsSize_t(args[2]);
     if (PyErr_Occurred()) return nullptr;
     at::DimVector out;
+    const bool are_several = PyTuple_Check(args[3]) || PyList_Check(args[3]);
+    if (are_several ? (size_t)PySequence_Fast_GET_SIZE(args[3]) != dims : args[3] == Py_None) Py_RETURN_NONE;
     if (!x || !x->is_contiguous() || !x->numel() || (size_t)x->dim() < dims) Py_RETURN_NONE;
     if (!sizes(args[3], dims, out, x->sizes().slice(x->dim() - dims))) Py_RETURN_NONE;
     Made made;
@@ -993,6 +1004,7 @@ PyObject *adaptive_avg_pool(PyObject *, PyObject *const *args, Py_ssize_t count)
 }
 
 Tensor adaptive_avg_pool_backward(AutogradContext *ctx, const Tensor &g) {
+    ctx->get_saved_variables(); /* (as above) */
     const Tensor x = stand_in(g, ctx->saved_data.at("shape").toDimVector());
     const int64_t dims = ctx->saved_data.at("dims").toInt();
     if (dims == 1) return at::_adaptive_avg_pool2d_backward(g.unsqueeze(-2), x.unsqueeze(-2)).squeeze(-2);
@@ -1235,34 +1247,47 @@ PyObject *norm(PyObject *, PyObject *const *args, Py_ssize_t count) {
     END_HANDLE_TH_ERRORS
 }
 
-/* Whether a norm of plain tensors is over the last axis; and, if there is a factor, its output tells the
-   normalized input: no weight is zero, or smaller than its bias by more than that factor. No, too, where it
+/* Whether a norm of plain tensors (an input, a shape, parameters) is over the last axis; no, too, where it
    takes more than a look to say so. */
 PyObject *is_over_last(PyObject *, PyObject *const *args, Py_ssize_t count) {
     HANDLE_TH_ERRORS
-    TORCH_CHECK_TYPE(count == 5 && PyTuple_Check(args[1]), "is_over_last takes 5 arguments");
-    const Tensor *x = plain(args[0]), *vectors[2] = {};
-    const bool inverts = args[4] != Py_None;
-    double factor;
-    if (!x || !is_usual() || (inverts && !numbers(args + 4, &factor, 1))) Py_RETURN_FALSE;
-    if (inverts && !at::GradMode::is_enabled()) Py_RETURN_FALSE;
-    if (!x->dim() || x->size(-1) > MOST_FEATURES || PyTuple_GET_SIZE(args[1]) != 1) Py_RETURN_FALSE;
+    TORCH_CHECK_TYPE(count >= 2, "is_over_last takes a tensor, a shape and parameters");
+    const Tensor *x = is_usual() ? plain(args[0]) : nullptr;
+    if (!x || !x->dim() || !PyTuple_Check(args[1]) || PyTuple_GET_SIZE(args[1]) != 1) Py_RETURN_FALSE;
     const int64_t features = x->size(-1);
     if (PyLong_AsLongLong(PyTuple_GET_ITEM(args[1], 0)) != features) return PyErr_Clear(), Py_NewRef(Py_False);
-    if (x->scalar_type() != at::kFloat && x->scalar_type() != at::kDouble) Py_RETURN_FALSE;
+    for (int k = 2; k < count; k++)
+        if (args[k] != Py_None && !vector_of(args[k], *x, features)) Py_RETURN_FALSE;
+    Py_RETURN_TRUE;
+    END_HANDLE_TH_ERRORS
+}
+
+/* Whether the output of a norm tells the normalized input: see norm.py. None where it takes more than a look
+   to say so. */
+PyObject *is_invertible(PyObject *, PyObject *const *args, Py_ssize_t count) {
+    HANDLE_TH_ERRORS
+    TORCH_CHECK_TYPE(count == 5, "is_invertible takes 5 arguments");
+    const Tensor *x = is_usual() ? plain(args[0]) : nullptr, *vectors[2] = {};
+    double least, ratio;
+    if (!x || !numbers(args + 3, &least, 1) || !numbers(args + 4, &ratio, 1)) Py_RETURN_NONE;
+    if (x->scalar_type() != at::kFloat && x->scalar_type() != at::kDouble) Py_RETURN_NONE;
     for (int k = 0; k < 2; k++) {
-        if (args[2 + k] == Py_None) continue;
-        if (!(vectors[k] = vector_of(args[2 + k], *x, features))) Py_RETURN_FALSE;
+        if (args[1 + k] == Py_None) continue;
+        const Tensor *vector = vectors[k] = plain(args[1 + k]);
+        if (!vector || vector->scalar_type() != x->scalar_type() || !vector->is_contiguous()) Py_RETURN_NONE;
+        if (vector->numel() > MOST_FEATURES || (k && vectors[0] && vectors[0]->sizes() != vector->sizes()))
+            Py_RETURN_NONE;
     }
-    if (!inverts) Py_RETURN_TRUE;
     if (!vectors[0]) return PyBool_FromLong(!vectors[1]);
     bool is = true;
     AT_DISPATCH_FLOATING_TYPES(x->scalar_type(), "is_invertible", [&] {
         const scalar_t *weight = vectors[0]->const_data_ptr<scalar_t>();
         const scalar_t *bias = vectors[1] ? vectors[1]->const_data_ptr<scalar_t>() : nullptr;
-        for (int64_t k = 0; k < features; k++) is &= weight[k] != 0;
+        const scalar_t low = least, high = 1 / least;
+        const int64_t features = vectors[0]->numel();
+        for (int64_t k = 0; k < features; k++) is &= std::abs(weight[k]) >= low && std::abs(weight[k]) <= high;
         for (int64_t k = 0; bias && k < features; k++)
-            is &= !(std::abs(bias[k]) > (scalar_t)factor * std::abs(weight[k]));
+            is &= std::abs(bias[k]) <= (scalar_t)ratio * std::abs(weight[k]);
     });
     return PyBool_FromLong(is);
     END_HANDLE_TH_ERRORS
@@ -1498,9 +1523,11 @@ PyMethodDef methods[] = {
      "norm(row, x, weight | None, bias | None, groups (or 0: over the last axis), from_y, centered, "
      "wants_x, eps | None): layer norm, group norm, or, if not centered, RMS norm"},
     {"is_over_last", FAST(is_over_last),
-     "is_over_last(x, normalized_shape, weight | None, bias | None, factor | None): whether plain tensors say at "
-     "once that it is a norm of the last axis; and, with a factor, that no weight is zero, or that times the "
-     "factor smaller than its bias"},
+     "is_over_last(x, normalized_shape, *parameters): whether plain tensors, or None, say at once that it is a "
+     "norm of the last axis"},
+    {"is_invertible", FAST(is_invertible),
+     "is_invertible(x, weight | None, bias | None, least, ratio): whether all weights lie between these least "
+     "magnitude and its inverse, and biases are at most so many times as large; None for other tensors"},
     {"cross_entropy", FAST(cross_entropy), "cross_entropy(row, x, target, ignore_index, reduction)"},
     {"curve", FAST(curve), "curve(row, x, which (of enum Curve), a, b, c): of the last, what it has"},
     {"embedding", FAST(embedding), "embedding(row, weight, indices, dtype to keep, padding (or -1), by_freq)"},
@@ -1514,6 +1541,15 @@ PyMethodDef methods[] = {
     {nullptr, nullptr, 0, nullptr},
 };
 
+const std::pair<const char *, long> constants[] = {
+    {"INTERFACE", INTERFACE},
+    {"LOGSIGMOID", LOGSIGMOID},
+    {"TANHSHRINK", TANHSHRINK},
+    {"ELU_FROM_OUTPUT", ELU_FROM_OUTPUT},
+    {"SOFTPLUS_FROM_OUTPUT", SOFTPLUS_FROM_OUTPUT},
+    {"LOGSIGMOID_FROM_OUTPUT", LOGSIGMOID_FROM_OUTPUT},
+};
+
 PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_nodes", "Layers as nodes.", -1, methods,
                           nullptr, nullptr, nullptr, nullptr};
 
@@ -1523,6 +1559,7 @@ PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_nodes", "Layers as nodes.", -
 #define INIT(NAME) JOINED(PyInit_, NAME)
 PyMODINIT_FUNC INIT(MEMSAVE_NODES)() {
     PyObject *module = PyModule_Create(&definition);
-    if (module && PyModule_AddIntConstant(module, "INTERFACE", INTERFACE)) Py_CLEAR(module);
+    for (const auto &[name, value] : constants)
+        if (module && PyModule_AddIntConstant(module, name, value)) Py_CLEAR(module);
     return module;
 }

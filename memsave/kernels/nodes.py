@@ -20,7 +20,8 @@ NAME = "_nodes_" + re.sub(r"\W", "_", torch.__version__)
 _nodes = importlib.import_module(f".{NAME}", __package__)
 native.check(_nodes)
 _native = native._native
-LOOPS_OF_NODES = ("select", "part", "scale", "nonzero", "rest", "tanh2", "logistic")
+BACKWARD = ("select", "part", "scale")
+LOOPS_OF_NODES = (*BACKWARD, "nonzero", "rest", "tanh2", "logistic")  # in this order
 _nodes.connect(_native.loops, tuple(getattr(_native, name) for name in LOOPS_OF_NODES))
 
 #: ``wanted(places, args)``: of the arguments at these places (in order), whose gradients are
@@ -30,8 +31,6 @@ wanted = _nodes.wanted
 #: ``for_stock(parameters, wanted, input, casts, has_bias)``: :func:`memsave.function.for_stock` of
 #: a dict of parameters, while nobody observes.
 for_stock = _nodes.for_stock
-
-BACKWARD = {"select": 0, "part": 1, "scale": 2}
 
 
 def bits(
@@ -55,7 +54,7 @@ def bits(
     if softshrinks:
         within, *bounds = PIECES[name][1](low, high)
         loop = native.COMPARE[within]
-    family = BACKWARD[backward]
+    family = BACKWARD.index(backward)
     return _nodes.bits(row, x, loop, inplace, *bounds, family, a, b, softshrinks, also)
 
 
@@ -80,10 +79,12 @@ instance_norm = _nodes.instance_norm
 #: ``norm(row, x, weight, bias, groups, from_y, centered, wants_x, eps)``: of the last axis, or of
 #: ``groups``; of root mean squares, if not centered. ``from_y``: which of ``x`` and ``y`` it keeps.
 norm = _nodes.norm
-#: ``is_over_last(x, normalized_shape, weight, bias, factor)``: whether a look at plain tensors says
-#: that it is a norm of the last axis; and, if there is a factor, that ``y`` tells what it has
-#: normalized: no weight is zero, or smaller than its bias by more than that.
+#: ``is_over_last(x, normalized_shape, *parameters)``: whether a look at plain tensors says that it
+#: is a norm of the last axis.
 is_over_last = _nodes.is_over_last
+#: ``is_invertible(x, weight, bias, least, ratio)``: whether all weights lie between this magnitude
+#: and its inverse, and biases are at most so many times as large; ``None`` for other tensors.
+is_invertible = _nodes.is_invertible
 #: ``batch_norm_eval(row, x, mean, var, weight, bias, eps)``: by constants.
 batch_norm_eval = _nodes.batch_norm_eval
 #: ``convolution(row, x, weight, bias, stride, padding, dilation, transposed, output_padding,
@@ -98,15 +99,15 @@ adaptive_avg_pool = _nodes.adaptive_avg_pool
 #: ``embedding(row, weight, indices, dtype, padding, by_freq)``: it keeps indices of this dtype.
 embedding = _nodes.embedding
 
-#: Rows of activations, as nodes.cpp numbers what is behind them.
+#: Rows of activations, by what is behind them.
 CURVES = {
-    "logsigmoid": 0,
-    "tanhshrink": 1,
-    "elu_from_output": 2,
-    "celu_from_output": 2,
-    "selu_from_output": 2,
-    "softplus_from_output": 3,
-    "logsigmoid_from_output": 4,
+    "logsigmoid": _nodes.LOGSIGMOID,
+    "tanhshrink": _nodes.TANHSHRINK,
+    "elu_from_output": _nodes.ELU_FROM_OUTPUT,
+    "celu_from_output": _nodes.ELU_FROM_OUTPUT,
+    "selu_from_output": _nodes.ELU_FROM_OUTPUT,
+    "softplus_from_output": _nodes.SOFTPLUS_FROM_OUTPUT,
+    "logsigmoid_from_output": _nodes.LOGSIGMOID_FROM_OUTPUT,
 }
 
 
@@ -137,6 +138,7 @@ __all__ = [
     "feature_dropout",
     "for_stock",
     "instance_norm",
+    "is_invertible",
     "is_over_last",
     "max_pool",
     "norm",

@@ -257,6 +257,8 @@ def hardtanh(
     input: Tensor, min_val: float = -1.0, max_val: float = 1.0, inplace: bool = False
 ) -> Tensor:
     """As :func:`torch.nn.functional.hardtanh`. Keeps one bit per element."""
+    if min_val > max_val:
+        return F.hardtanh(input, min_val, max_val)  # which says why not
     return _hardtanh(input, min_val=min_val, max_val=max_val, inplace=inplace)
 
 
@@ -277,6 +279,8 @@ def hardshrink(input: Tensor, lambd: float = 0.5) -> Tensor:
 
 def softshrink(input: Tensor, lambd: float = 0.5) -> Tensor:
     """As :func:`torch.nn.functional.softshrink`. Keeps one bit per element."""
+    if not lambd >= 0:
+        return F.softshrink(input, lambd)  # which says why not
     return _softshrink(input, lambd=lambd)
 
 
@@ -361,7 +365,7 @@ class Softshrink(nn.Softshrink):
     """As :class:`torch.nn.Softshrink`. Keeps one bit per element."""
 
     def forward(self, input: Tensor) -> Tensor:
-        return _softshrink(input, lambd=self.lambd)
+        return softshrink(input, self.lambd)
 
 
 @drop_in(spec.PRELU, spec.PRELU_FROM_INPUT)

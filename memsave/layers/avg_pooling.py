@@ -97,7 +97,7 @@ def _node(
         x,
         dims,
         kernel_size,
-        stride or kernel_size,
+        kernel_size if stride is None else stride,
         padding,
         ceil_mode,
         count_include_pad,

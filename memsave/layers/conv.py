@@ -12,6 +12,7 @@ Index legend: n batch, i input channels, o output channels; spatial axes last.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -197,6 +198,7 @@ def _conv_transpose_bwd(
 
 
 def _conv_node(
+    dims: int,
     row: str,
     wrt: Mask,
     x: Tensor,
@@ -209,7 +211,7 @@ def _conv_node(
     groups: int = 1,
     padding_mode: str = "zeros",
 ) -> Tensor | None:
-    if wrt != {"x"} or padding_mode != "zeros" or padding == "same":
+    if wrt != {"x"} or padding_mode != "zeros" or padding == "same" or x.ndim != dims + 2:
         return None
     options = (stride, 0 if padding == "valid" else padding, dilation, False, 0, groups)
     return kernels.nodes.convolution(row, x, weight, bias, *options)
@@ -223,6 +225,7 @@ def _adds_places(dims: int, stride: Ints, output_padding: Ints) -> bool:
 
 
 def _conv_transpose_node(
+    dims: int,
     row: str,
     wrt: Mask,
     x: Tensor,
@@ -235,7 +238,7 @@ def _conv_transpose_node(
     groups: int = 1,
     dilation: Ints = 1,
 ) -> Tensor | None:
-    if wrt != {"x"} or _adds_places(x.ndim - 2, stride, output_padding):
+    if wrt != {"x"} or x.ndim != dims + 2 or _adds_places(dims, stride, output_padding):
         return None
     options = (stride, padding, dilation, True, output_padding, groups)
     return kernels.nodes.convolution(row, x, weight, bias, *options)
@@ -283,7 +286,7 @@ _conv1d, _conv2d, _conv3d = (
         unless=_stock_pads,
         autocast=True,
         shapes=("x", "weight"),
-        node=_conv_node,
+        node=partial(_conv_node, dims),
     )
     for dims, row in ((1, spec.CONV1D), (2, spec.CONV2D), (3, spec.CONV3D))
 )
@@ -295,7 +298,7 @@ _conv_transpose1d, _conv_transpose2d, _conv_transpose3d = (
         stock_keeps=_stock_keeps,
         autocast=True,
         shapes=("x", "weight"),
-        node=_conv_transpose_node,
+        node=partial(_conv_transpose_node, dims),
     )
     for dims, row in (
         (1, spec.CONV_TRANSPOSE1D),

@@ -341,6 +341,9 @@ def _over_last(
     input: Tensor, normalized_shape: Sequence[int], *params: Tensor | None
 ) -> tuple[Any, ...] | None:
     """The input and parameters with the normalized axes as one; None where stock is to run."""
+    at_a_look = None if is_dynamo_compiling() else kernels.nodes
+    if at_a_look is not None and at_a_look.is_over_last(input, normalized_shape, *params):
+        return input, *params
     dims = len(normalized_shape)
     shape = tuple(normalized_shape)
     if is_traced(input) or not dims or input.shape[-dims:] != shape:
@@ -395,56 +398,66 @@ def rms_norm(
     return _shaped(_rms_norm(*flat, eps=eps), input)
 
 
-#: Of rows from y: whether the parameters tell the input's part of it, by the ``id`` of the weight.
-#: (A dictionary of weak keys takes as long as a small kernel to look it up.)
-_checked: dict[int, tuple[weakref.ref[Tensor], Any, bool]] = {}
 #: How many times larger than the weight the bias may be: xhat loses as many bits as this has.
 LARGEST_RATIO = 16
+#: By dtype, the least weight: of smaller ones ``xhat * weight`` has fewer digits. (Its inverse is
+#: the largest.)
+LEAST_WEIGHT = {
+    dtype: torch.finfo(dtype).tiny / torch.finfo(dtype).eps
+    for dtype in (torch.float32, torch.float64)
+}
 
 
 def is_invertible(input: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
-    """Whether ``xhat`` can be read off ``y``: its dtype is wide, and no weight is zero, or small
-    beside its bias.
+    """Whether ``xhat`` can be read off ``y``: its dtype is wide, and no weight is (nearly) zero or
+    infinite, or small beside its bias.
 
-    Looked up once per value of the parameters. (On an accelerator it waits for the device.)
+    On an accelerator it waits for the device, once per version of the parameters; of what is
+    written to their ``.data`` there are no versions.
     """
-    if input.dtype not in (torch.float32, torch.float64) or not torch.is_grad_enabled():
+    least = LEAST_WEIGHT.get(input.dtype)
+    if least is None or not torch.is_grad_enabled():
         return False
     if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
         return False  # values are not known
+    if kernels.nodes is not None:
+        is_known = kernels.nodes.is_invertible(input, weight, bias, least, LARGEST_RATIO)
+        if is_known is not None:
+            return is_known
     if isinstance(input, FakeTensor) or input.is_meta:
         return True  # as if they were like those of a trained model
     if weight is None:
         return bias is None
+    return (_tells if input.is_cpu else tells_once)(weight, bias, least)
+
+
+def _tells(weight: Tensor, bias: Tensor | None, least: float) -> bool:
+    with torch.no_grad():
+        size = weight.abs()
+        fits = (size >= least) & (size <= 1 / least)
+        if bias is not None:
+            fits = fits & (bias.abs() <= LARGEST_RATIO * size)
+        return bool(fits.all())
+
+
+#: What was found, by the ``id`` of the weight. (A dictionary of weak keys takes as long as a small
+#: kernel to look it up.)
+_found: dict[int, tuple[weakref.ref[Tensor], Any, bool]] = {}
+
+
+def tells_once(weight: Tensor, bias: Tensor | None, least: float) -> bool:
+    """As ``_tells``, looked up once per version of the parameters."""
     state = (weight._version, id(bias), None if bias is None else bias._version)
-    known = _checked.get(id(weight))
-    if known is None or known[0]() is not weight or known[1] != state:
-        with torch.no_grad():
-            small = weight == 0
-            if bias is not None:
-                small = small | (bias.abs() > LARGEST_RATIO * weight.abs())
+    found = _found.get(id(weight))
+    if found is None or found[0]() is not weight or found[1] != state:
         reference = weakref.ref(weight, partial(_forget, id(weight)))
-        known = _checked[id(weight)] = (reference, state, not bool(small.any()))
-    return known[2]
-
-
-def _is_over_last(
-    input: Tensor,
-    shape: tuple[int, ...],
-    weight: Tensor | None,
-    bias: Tensor | None,
-    factor: float | None = None,
-) -> bool:
-    """Whether it is clear at once that this is over the last axis (and invertible)."""
-    nodes = kernels.nodes
-    if is_dynamo_compiling() or nodes is None:
-        return False
-    return nodes.is_over_last(input, shape, weight, bias, factor)
+        found = _found[id(weight)] = (reference, state, _tells(weight, bias, least))
+    return found[2]
 
 
 def _forget(key: int, reference: weakref.ref[Tensor]) -> None:
-    if key in _checked and _checked[key][0] is reference:
-        del _checked[key]
+    if key in _found and _found[key][0] is reference:
+        del _found[key]
 
 
 @drop_in(spec.LAYER_NORM)
@@ -465,8 +478,6 @@ class LayerNormFromOutput(nn.LayerNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         weight, bias = self.weight, self.bias
-        if _is_over_last(input, self.normalized_shape, weight, bias, LARGEST_RATIO):
-            return _layer_norm_from_output(input, weight, bias, eps=self.eps)
         flat = _over_last(input, self.normalized_shape, weight, bias)
         if flat is None or not is_invertible(input, weight, bias):
             return layer_norm(input, self.normalized_shape, weight, bias, self.eps)
@@ -478,10 +489,7 @@ class RMSNorm(nn.RMSNorm):
     """As :class:`torch.nn.RMSNorm`. Keeps its input, once."""
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = self.weight
-        if _is_over_last(x, self.normalized_shape, weight, None):
-            return _rms_norm(x, weight, eps=self.eps)
-        return rms_norm(x, self.normalized_shape, weight, self.eps)
+        return rms_norm(x, self.normalized_shape, self.weight, self.eps)
 
 
 @drop_in(spec.RMS_NORM_FROM_OUTPUT)
@@ -492,8 +500,6 @@ class RMSNormFromOutput(nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight
-        if _is_over_last(x, self.normalized_shape, weight, None, LARGEST_RATIO):
-            return _rms_norm_from_output(x, weight, eps=self.eps)
         flat = _over_last(x, self.normalized_shape, weight)
         if flat is None or not is_invertible(x, weight, None):
             return rms_norm(x, self.normalized_shape, weight, self.eps)

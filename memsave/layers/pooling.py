@@ -168,6 +168,10 @@ def _types(option: Any) -> Any:
     return tuple(map(type, option)) if type(option) is tuple else type(option)
 
 
+#: Strides that stand for the size of the kernel (0 does not).
+ABSENT: tuple[Any, ...] = (None, (), [])
+
+
 @remembered
 def _windows_of(
     inputs: torch.Size,
@@ -187,7 +191,7 @@ def _windows_of(
         if any(size % count for size, count in zip(inputs, outputs, strict=True)):
             return None
         kernel_size = [size // count for size, count in zip(inputs, outputs, strict=True)]
-    options = (kernel_size, stride or kernel_size, padding, dilation)
+    options = (kernel_size, kernel_size if stride in ABSENT else stride, padding, dilation)
     if not all(isinstance(option, int | tuple | list) for option in options):
         return None
     kernel, step, pad, apart = (tuple(per_axis(option, dims)) for option in options)  # type: ignore[arg-type]
@@ -222,7 +226,8 @@ def _window(
     return_indices: bool = False,
 ) -> Window:
     dims = len(inputs)
-    steps, pads = per_axis(stride or kernel_size, dims), per_axis(padding, dims)
+    steps = per_axis(kernel_size if stride in ABSENT else stride, dims)  # type: ignore[arg-type]
+    pads = per_axis(padding, dims)
     starts = [
         torch.arange(count) * step - pad
         for count, step, pad in zip(outputs, steps, pads, strict=True)
