@@ -12,7 +12,6 @@ where it is, the paper's code.
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -28,7 +27,15 @@ from torch.utils.checkpoint import checkpoint
 import memsave
 
 from .harness import GIB, Experiment
-from .measure import again, best_device, compare, difference, keep_freed_memory, peak_bytes
+from .measure import (
+    again,
+    best_device,
+    compare,
+    difference,
+    keep_freed_memory,
+    paired_times,
+    peak_bytes,
+)
 from .other_savers import convert_by_paper
 from .render import AGAIN, matrix, mib, noise, quartiles, range_of_noise, table
 from .results import Record
@@ -265,12 +272,8 @@ def _variants(case: Case) -> dict[str, Step]:
 
 def _pairs(case: Case, steps: dict[str, Step]) -> int:
     """How often all fit into the time."""
-    for step in steps.values():
-        step()
-    start = time.perf_counter()
-    for step in steps.values():
-        step()
-    return max(case.least, min(201, int(case.seconds / (time.perf_counter() - start))))
+    (times,) = zip(*paired_times(steps, 1).values(), strict=True)
+    return max(case.least, min(201, int(case.seconds / sum(times))))
 
 
 def measure(case: Case) -> dict[str, Any]:

@@ -33,6 +33,8 @@ def kept_bytes(forward: Callable[[], Any], device: torch.device | None = None) -
     """What the allocator has not got back when a forward pass is done, whose result is alive."""
     gc.collect()
     if device is not None and device.type == "cuda":
+        forward()  # libraries keep memory of their own, from their first call on
+        torch.cuda.synchronize(device)
         before = torch.cuda.memory_allocated(device)
         result = forward()
         torch.cuda.synchronize(device)
@@ -49,6 +51,7 @@ def peak_bytes(step: Callable[[], Any], device: torch.device | None = None) -> i
     """
     gc.collect()
     if device is not None and device.type == "cuda":
+        step()  # (as above)
         torch.cuda.synchronize(device)
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -96,16 +99,17 @@ def paired_times(
 
     Every turn in another order, as a step pays for the state that the one before it leaves.
     """
+    wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
     for step in steps.values():
         step()
+    wait()
     times: dict[str, list[float]] = {name: [] for name in steps}
     order = random.Random(0)
     for _ in tqdm(range(repeats), progress, leave=False):
         for name, step in order.sample([*steps.items()], len(steps)):
             start = time.perf_counter()
             step()
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
+            wait()
             times[name].append(time.perf_counter() - start)
     return times
 

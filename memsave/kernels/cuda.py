@@ -8,6 +8,7 @@ needs it.
 from __future__ import annotations
 
 import importlib
+import warnings
 from functools import cache, lru_cache
 from importlib.util import find_spec
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .memory import empty_bits, has_memory, in_order
-from .reference import INTEGERS, Like
+from .reference import INTEGERS, PIECES, TESTS, Like
 
 if find_spec("triton") is None:
     raise ImportError("no triton")
@@ -38,8 +39,21 @@ def _is_here(x: Tensor) -> bool:
     return x.is_cuda
 
 
+@cache
+def _works(device: torch.device) -> bool:
+    """Whether Triton compiles for this device. (It needs a compiler for C, too.)"""
+    try:
+        x = torch.ones(8, device=device)
+        bits = empty_bits(x)
+        _run("to_bits", x, x, bits, 0.0, 0.0, "above", False)
+        return bits.item() == 255
+    except Exception as error:  # of whatever kind: its compiler runs several
+        warnings.warn(f"memsave runs without kernels on {device}: {error}", stacklevel=2)
+        return False
+
+
 def _has_memory(x: Tensor, stride: tuple[int, ...]) -> bool:
-    return _is_here(x) and has_memory(x, stride)
+    return _is_here(x) and has_memory(x, stride) and _works(x.device)
 
 
 def _run(loop: str, x: Tensor, y: Tensor, bits: Tensor, *rest: Any) -> None:
@@ -75,12 +89,19 @@ def relu(x: Tensor, inplace: bool) -> tuple[Tensor, Tensor] | None:
 def piecewise(
     x: Tensor, inplace: bool, name: str, low: float, high: float
 ) -> tuple[Tensor, Tensor] | None:
-    """The output and the bits in one pass."""
-    if x.dtype is not torch.float32 or name not in PIECEWISE:
+    """The output and the bits in one pass, or the bits of a test by torch."""
+    if not _has_memory(x, x.stride()):
         return None
-    if {type(low), type(high)} - {float, int}:
-        return None
-    return _with_bits(x, inplace, name, low, high)
+    if (
+        x.dtype is torch.float32
+        and name in PIECEWISE
+        and not {type(low), type(high)} - {float, int}
+    ):
+        return _with_bits(x, inplace, name, low, high)
+    op, test = PIECES[name]
+    which, *bounds = test(low, high)
+    bits = _bits(TESTS[which](x, *bounds).view(torch.uint8), "nonzero")
+    return op(x, low, high, inplace), bits
 
 
 def compare(x: Tensor, like: Like, test: str, low: float, high: float) -> Tensor | None:

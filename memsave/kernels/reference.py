@@ -237,8 +237,10 @@ def unpack(bits: Tensor, like: Like, on: float, dtype: torch.dtype, off: float =
     """A fresh tensor of ``like``'s shape and layout: ``on`` where a bit is set, else ``off``."""
     if bits.ndim > 1:
         return _unpack_traced(bits[0], like, on, dtype, off)
-    # A table made of fake tensors or under functorch must not outlive its mode.
+    # A table made of fake tensors, under functorch or for a CUDA graph must not outlive its mode.
     lasts = type(bits) is Tensor and not torch.compiler.is_compiling()
+    if lasts and bits.is_cuda:
+        lasts = not torch.cuda.is_current_stream_capturing()
     table = _cached_table if lasts else _table
     flat = table(on, off, dtype, bits.device).index_select(0, bits.int()).view(-1)
     if is_dense(like):

@@ -136,8 +136,9 @@ def _bwd_eval(g: Tensor, wrt: Mask, saved: Saved, shapes: Shapes, *, eps: float)
     if "weight" in wrt:
         mean, var = saved["running_mean"], saved["running_var"]
         mask = [False, True, "bias" in wrt]
+        ones, none = weight_or_ones(None, g, shapes), mean.new_empty(0)  # (which CUDA asks for)
         _, dweight, dbias = torch.ops.aten.native_batch_norm_backward(
-            g, saved["x"], weight_or_ones(None, g, shapes), mean, var, None, None, False, eps, mask
+            g, saved["x"], ones, mean, var, none, none, False, eps, mask
         )
         grads |= _cast({"weight": dweight, "bias": dbias}, wrt - {"x"}, shapes)
     elif "bias" in wrt:

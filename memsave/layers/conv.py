@@ -101,8 +101,8 @@ def _unpad(g: Tensor, pads: Sequence[tuple[int, int]], mode: str) -> Tensor:
         size = g.shape[axis] - left - right
         inner = g.narrow(axis, left, size)
         if mode != "zeros":
-            source = F.pad(torch.arange(float(size))[None], (left, right), mode=mode)[0]
-            source = source.to(g.device, torch.int64)
+            places = torch.arange(size, dtype=torch.float64, device=g.device)
+            source = F.pad(places[None], (left, right), mode=mode)[0].long()
             for start, length in ((0, left), (left + size, right)):
                 edge = g.narrow(axis, start, length)
                 inner = inner.index_add(axis, source.narrow(0, start, length), edge)

@@ -65,9 +65,14 @@ def _group_fwd(
     return y, {"mean": mean, "rstd": rstd}
 
 
+#: Devices whose kernel takes channels that are stored first, alone.
+CHANNELS_FIRST = {"cuda", "xpu", "mps"}
+
+
 def _memory_format(x: Tensor) -> torch.memory_format | None:
-    """A format that stores the channels last, if the tensor has it."""
-    memory_format = FORMATS.get(x.ndim, torch.contiguous_format)
+    """The format that stores the channels last, if the kernel knows it and the tensor has it."""
+    knows = x.ndim in FORMATS and x.device.type not in CHANNELS_FIRST
+    memory_format = FORMATS[x.ndim] if knows else torch.contiguous_format
     return memory_format if x.is_contiguous(memory_format=memory_format) else None
 
 

@@ -35,7 +35,7 @@ from ..function import (
     is_final,
     is_traced,
 )
-from ..kernels.reference import Rows
+from ..kernels.reference import Like, Rows
 from .batch_norm import weight_or_ones, wide_dtype
 from .module import drop_in
 from .shape import in_format
@@ -290,10 +290,17 @@ def _rms_primal(x: Tensor, weight: Tensor | None, *, eps: float | None) -> Tenso
     return F.rms_norm(x, x.shape[-1:], weight, eps)
 
 
+def _is_fused(x: Tensor, weight: Tensor | Like | None) -> bool:
+    """Whether torch has a kernel for it."""
+    if not x.ndim or weight is None:
+        return x.ndim > 0
+    return (weight.dtype, weight.shape) == (x.dtype, x.shape[-1:])
+
+
 def _rms_fwd(
     wrt: Mask, x: Tensor, weight: Tensor | None, *, eps: float | None
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    if x.ndim and (weight is None or (weight.dtype, weight.shape) == (x.dtype, x.shape[-1:])):
+    if _is_fused(x, weight):
         # (The shorter way, which torch.compile does not know.)
         at_once = torch.ops.aten if is_dynamo_compiling() else torch
         y, rstd = at_once._fused_rms_norm(x, x.shape[-1:], weight, eps)  # type: ignore[attr-defined]
@@ -305,6 +312,14 @@ def _rms_fwd(
 
 
 def _rms_bwd(gs: Gs, wrt: Mask, saved: Saved, shapes: Shapes, *, eps: float | None) -> Grads:
+    g, x, rstd = gs.get("y"), saved["x"], saved["rstd"]
+    if g is not None and g.is_cuda and in_one_pass(gs, wrt) and _is_fused(x, shapes["weight"]):
+        weight = weight_or_ones(saved["weight"] if "x" in wrt else None, g, shapes)
+        mask = [name in wrt for name in ("x", "weight")]
+        backward = torch.ops.aten._fused_rms_norm_backward
+        grads = backward(g, x, x.shape[-1:], rstd.unsqueeze(-1), weight, mask)
+        named = zip(("x", "weight"), grads, strict=True)
+        return formatted({name: grad for name, grad in named if name in wrt}, shapes)
     return formatted(from_input(gs, wrt, saved, shapes, None, centered=False), shapes)
 
 
@@ -314,12 +329,16 @@ def _rms_bwd_from_output(
     return formatted(from_output(gs, wrt, saved, shapes, None, centered=False), shapes)
 
 
+#: Autocast of accelerators leaves it alone in torch 2.11.
+_casts = torch._C._dispatch_has_kernel_for_dispatch_key("aten::rms_norm", "AutocastCUDA")
+RMS_AUTOCAST = torch.float32 if _casts else False
+
 _rms_norm = define(
     spec.RMS_NORM,
     _rms_primal,
     _rms_bwd,
     _rms_fwd,
-    autocast=torch.float32,
+    autocast=RMS_AUTOCAST,
     smooth=True,
     node=partial(norm_node, False, False),
 )
@@ -328,7 +347,7 @@ _rms_norm_from_output = define(
     _rms_primal,
     _rms_bwd_from_output,
     _rms_fwd,
-    autocast=torch.float32,
+    autocast=RMS_AUTOCAST,
     smooth=True,
     node=partial(norm_node, True, False),
 )

@@ -73,13 +73,12 @@ class Window:
 
     def places(self, offsets: Tensor) -> Tensor:
         """The inverse: a table over the window, plus the place where each window starts."""
-        table = first = torch.zeros((), dtype=torch.int64)
+        table = first = torch.zeros((), dtype=torch.int64, device=offsets.device)
         for axis, size in enumerate(self.inputs):
-            step = torch.arange(self.kernel[axis]) * self.dilation[axis]
+            step = torch.arange(self.kernel[axis], device=offsets.device) * self.dilation[axis]
             table = (table * size)[..., None] + step
             first = first * size + self.starts[axis]
-        device = offsets.device
-        return table.reshape(-1).to(device).take(offsets.long()).add_(first.to(device))
+        return table.reshape(-1).take(offsets.long()).add_(first)
 
 
 def _fwd(
@@ -97,10 +96,12 @@ def _fwd(
         if fast is not None:
             return fast[0], {"offsets": fast[1]}
     y, places = primal(x, **{**options, "return_indices": True})
-    window = window_of(x.shape[-dims:], y.shape[-dims:], **options)
+    window = window_of(x.shape[-dims:], y.shape[-dims:], x.device, **options)
     dtype = OFFSET[spec.offset_bits(window.kernel)]
     offsets = window.offsets(places)
-    if dims == 3:  # stock's index of a channels_last window of nothing but -inf lies outside of it
+    if (
+        dims > 1
+    ):  # stock's index of a channels_last window of nothing but -inf may lie outside of it
         offsets.clamp_(0, math.prod(window.kernel) - 1)
     extras = {"offsets": offsets.to(dtype)}
     return ((y, places) if options.get("return_indices") else y), extras
@@ -123,8 +124,9 @@ def _bwd(
         dx = kernels.unpool(g, saved["offsets"], windows, like)
         if dx is not None:
             return {"x": dx}
-    places = window_of(inputs, outputs, **options).places(saved["offsets"])
-    if dims == 3:  # and that window may begin in the padding
+    offsets = saved["offsets"]
+    places = window_of(inputs, outputs, offsets.device, **options).places(offsets)
+    if dims > 1:  # and that window may begin in the padding
         places.clamp_(0, math.prod(inputs) - 1)
     # Scatter along one flat axis of places; windows that overlap add up. The channels stay the
     # last axis where they are stored so (and in stock's gradient, too).
@@ -217,6 +219,7 @@ def _windows_of(
 def _window(
     inputs: torch.Size,
     outputs: torch.Size,
+    device: torch.device,
     *,
     kernel_size: Ints,
     stride: Ints | None = None,
@@ -229,15 +232,17 @@ def _window(
     steps = per_axis(kernel_size if stride in ABSENT else stride, dims)  # type: ignore[arg-type]
     pads = per_axis(padding, dims)
     starts = [
-        torch.arange(count) * step - pad
+        torch.arange(count, device=device) * step - pad
         for count, step, pad in zip(outputs, steps, pads, strict=True)
     ]
     return Window(inputs, starts, per_axis(kernel_size, dims), per_axis(dilation, dims))
 
 
-def _adaptive_window(inputs: torch.Size, outputs: torch.Size, **_: Any) -> Window:
+def _adaptive_window(
+    inputs: torch.Size, outputs: torch.Size, device: torch.device, **_: Any
+) -> Window:
     starts = [
-        torch.arange(count) * size // max(count, 1)
+        torch.arange(count, device=device) * size // max(count, 1)
         for size, count in zip(inputs, outputs, strict=True)
     ]
     return Window(inputs, starts, spec.adaptive_kernel(inputs, outputs), [1] * len(inputs))
