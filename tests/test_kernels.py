@@ -208,6 +208,26 @@ def fast(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
         yield cuda
 
 
+def test_triton_that_cannot_compile_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For want of a compiler for C, say: with one warning."""
+    pytest.importorskip("triton")
+    cuda = importlib.import_module("memsave.kernels.cuda")
+
+    def fail() -> None:
+        raise RuntimeError("Failed to find C compiler")
+
+    monkeypatch.setattr(cuda, "_is_here", lambda x: True)
+    monkeypatch.setattr(cuda, "_loops", fail)
+    cuda._works.cache_clear()
+    x = torch.randn(9)
+    with pytest.warns(
+        UserWarning, match="without kernels on cpu: Failed to find C compiler"
+    ) as all:
+        assert cuda.relu(x, False) is cuda.piecewise(x, False, "hardtanh", -1.0, 1.0) is None
+    assert len(all) == 1
+    cuda._works.cache_clear()
+
+
 def test_everything_works_without_them() -> None:
     """Where nothing is compiled, and there is no Triton."""
     code = """
