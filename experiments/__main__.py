@@ -157,7 +157,7 @@ def _run(name: str, args: argparse.Namespace, rest: list[str], argv: Sequence[st
         only,
         args.size,
         command,
-        whole=only == cases,
+        whole=only == cases and chosen == config,
         folder=args.results or results.FOLDER,
         workers=args.workers,
     )

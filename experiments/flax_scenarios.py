@@ -3,8 +3,8 @@
 Stock, memsave_jax, and, beside them, stock under ``jax.checkpoint`` of every block (which computes
 every block twice): the same model, the same weights, the same dropout. Kept bytes are those of an
 eager ``jax.vjp``, temporaries those that XLA allots to the compiled step; times are medians of
-ratios to stock, taken in turn. The last column is the largest difference of a gradient to stock's,
-to the largest element of that gradient.
+ratios to stock, taken in turn (what that of stock to itself is off 1 is noise). The last column is
+the largest difference of a gradient to stock's, to the largest element of that gradient.
 
 The attention of ``nnx.MultiHeadAttention`` and the loss are functions that no table has: stock in
 all three.
@@ -29,7 +29,7 @@ from .flax_resnet import KINDS, ResNet
 from .flax_transformer import Transformer
 from .harness import GIB, Experiment
 from .measure import compare, difference
-from .render import mib, quartiles, table
+from .render import AGAIN, mib, noise, quartiles, range_of_noise, table
 from .results import Record
 
 if TYPE_CHECKING:
@@ -218,7 +218,7 @@ def measure(case: Case) -> dict[str, Any]:
         name: lambda name=name: jax.block_until_ready(programs[name](*steps[name].arguments()))
         for name in NAMES
     }
-    times = compare(run, case.repeats)
+    times = compare({**run, AGAIN: run["stock"]}, case.repeats)
     ((loss, _), gradients), ((our_loss, _), our_gradients) = (run[name]() for name in NAMES[:2])
     return {
         "kept_bytes": {name: step.kept() for name, step in steps.items()},
@@ -242,7 +242,8 @@ def show(records: Sequence[Record[Case]]) -> str:
             *("model (batch)", "gradients wanted"),
             *("kept MiB: stock", "memsave_jax", "checkpoint", "ratio"),
             *("temporaries MiB: stock", "memsave_jax", "checkpoint", "ratio"),
-            *("stock ms", "time: memsave_jax", "quartiles", "checkpoint", "gradients differ by"),
+            *("stock ms", "time: memsave_jax", "quartiles", "checkpoint"),
+            *("stock to itself", "quartiles", "gradients differ by"),
         ),
         [tuple(_line(record)) for record in records],
     )
@@ -259,6 +260,7 @@ def _line(record: Record[Case]) -> Iterator[str]:
     yield f"{times['memsave_jax']['ratio']:.3f}"
     yield quartiles(times["memsave_jax"])
     yield f"{times['checkpoint']['ratio']:.3f}"
+    yield from noise(times)
     yield f"{figures['gradient_difference']:.1e}"
 
 
@@ -267,7 +269,7 @@ def summary(records: Sequence[Record[Case]]) -> str:
     return table(
         (
             *("model (batch)", "gradients wanted", "kept", "(checkpoint)"),
-            *("temporaries, jitted", "(checkpoint)", "time", "(checkpoint)"),
+            *("temporaries, jitted", "(checkpoint)", "time", "(checkpoint)", "stock to itself"),
         ),
         [tuple(_summary_line(record)) for record in records],
     )
@@ -281,6 +283,7 @@ def _summary_line(record: Record[Case]) -> Iterator[str]:
         yield f"({_ratio(figures[what], 'checkpoint'):.3f})"
     yield f"{figures['times']['memsave_jax']['ratio']:.3f}"
     yield f"({figures['times']['checkpoint']['ratio']:.3f})"
+    yield range_of_noise([figures["times"]])
 
 
 def misses(records: Sequence[Record[Case]]) -> Iterator[str]:

@@ -86,8 +86,8 @@ class Run(Generic[Case]):
 
     Attributes:
         size, command: To be told in the results.
-        whole: Whether these are all cases of that size, so that they replace all older ones (but
-            those that the experiment sets apart).
+        whole: Whether these are all cases of that size, by no options, so that they replace all
+            older ones (but those that the experiment sets apart).
         folder: Of the results.
         workers: How many processes at once. Times are measured by one at once, whatever this is.
         failed: Cases that could not be measured, and why.

@@ -105,7 +105,7 @@ def test_results_of_other_sizes_and_devices_stay(tmp_path):
         for r in results.read(tmp_path, "toy_experiment")
     ]
     assert sorted(found) == [
-        *(("default", False, 1), ("default", False, 5)),
+        *(("default", False, number) for number in (1, 2, 3, 5)),
         *(("default", True, 1), ("default", True, 2), ("default", True, 3)),
         ("quick", False, 4),
     ]
@@ -115,8 +115,14 @@ def test_what_is_set_apart_stays(tmp_path):
     run(tmp_path)
     assert run(tmp_path, "--numbers", "4", "--gib", "0.5") == 0
     assert run(tmp_path, "--numbers", "5") == 0
-    found = results.read(tmp_path, "toy_experiment")
-    assert sorted((r.case["number"], r.case["gib"]) for r in found) == [(4, 0.5), (5, 0.0)]
+
+    def found() -> list[tuple[int, float]]:
+        records = results.read(tmp_path, "toy_experiment")
+        return sorted((record.case["number"], record.case["gib"]) for record in records)
+
+    assert found() == [(1, 0.0), (2, 0.0), (3, 0.0), (4, 0.5), (5, 0.0)]
+    assert run(tmp_path) == 0
+    assert found() == [(1, 0.0), (2, 0.0), (3, 0.0), (4, 0.5)]
 
 
 def test_some_cases_replace_only_themselves(tmp_path):
