@@ -29,7 +29,7 @@ from .flax_resnet import KINDS, ResNet
 from .flax_transformer import Transformer
 from .harness import GIB, Experiment
 from .measure import compare, difference
-from .render import AGAIN, mib, noise, quartiles, range_of_noise, table
+from .render import AGAIN, mib, noise, quartiles, table
 from .results import Record
 
 if TYPE_CHECKING:
@@ -283,7 +283,7 @@ def _summary_line(record: Record[Case]) -> Iterator[str]:
         yield f"({_ratio(figures[what], 'checkpoint'):.3f})"
     yield f"{figures['times']['memsave_jax']['ratio']:.3f}"
     yield f"({figures['times']['checkpoint']['ratio']:.3f})"
-    yield range_of_noise([figures["times"]])
+    yield next(noise(figures["times"]))
 
 
 def misses(records: Sequence[Record[Case]]) -> Iterator[str]:

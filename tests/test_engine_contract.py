@@ -45,6 +45,13 @@ def both(row: Layer, run, **kwargs) -> tuple:
     )
 
 
+@pytest.fixture(params=["nodes", "rules"])
+def by_nodes_and_by_rules(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers as functions of C++, where those are compiled, and by their rules in Python."""
+    if request.param == "rules":
+        monkeypatch.setattr(function, "nodes", None)
+
+
 class Ops(TorchDispatchMode):
     """Lists the aten ops that run."""
 
@@ -700,13 +707,9 @@ def _without_graph(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("cls", ["ReLU", "Dropout", "DropoutFromRng"])
 @pytest.mark.parametrize("make", NOT_WRITABLE.values(), ids=NOT_WRITABLE)
-@pytest.mark.parametrize("by", ["nodes", "rules"])
-def test_inplace_raises_as_stock(
-    make: Callable[[Tensor], Tensor], cls: str, by: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("by_nodes_and_by_rules")
+def test_inplace_raises_as_stock(make: Callable[[Tensor], Tensor], cls: str) -> None:
     """Before anything is overwritten. (Only rows with the option ``inplace`` have this case.)"""
-    if by == "rules":
-        monkeypatch.setattr(function, "nodes", None)
     messages = []
     for module in (getattr(nn, cls.removesuffix("FromRng")), getattr(memsave.nn, cls)):
         x = make(torch.randn(3, 4, requires_grad=True))
@@ -718,11 +721,9 @@ def test_inplace_raises_as_stock(
     assert messages[0] == messages[1]
 
 
-@pytest.mark.parametrize("by", ["nodes", "rules"])
-def test_a_view_overwritten(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("by_nodes_and_by_rules")
+def test_a_view_overwritten() -> None:
     """What it is a view of has the gradients, and the graph, of what has been written."""
-    if by == "rules":
-        monkeypatch.setattr(function, "nodes", None)
 
     def run(relu: Callable[..., Tensor]) -> list[Tensor]:
         x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0)).requires_grad_()
@@ -738,11 +739,9 @@ def test_a_view_overwritten(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @every_row
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
-@pytest.mark.parametrize("by", ["nodes", "rules"])
-def test_tangents_of_gradients(row: Layer, by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("by_nodes_and_by_rules")
+def test_tangents_of_gradients(row: Layer) -> None:
     """Forward-mode AD through backward, of a forward that had none."""
-    if by == "rules":
-        monkeypatch.setattr(function, "nodes", None)
 
     def run(call: Any, args: Any, options: Any) -> Any:
         torch.manual_seed(0)

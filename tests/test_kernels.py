@@ -222,9 +222,9 @@ def test_triton_that_cannot_compile_is_left_alone(monkeypatch: pytest.MonkeyPatc
     x = torch.randn(9)
     with pytest.warns(
         UserWarning, match="without kernels on cpu: Failed to find C compiler"
-    ) as all:
+    ) as seen:
         assert cuda.relu(x, False) is cuda.piecewise(x, False, "hardtanh", -1.0, 1.0) is None
-    assert len(all) == 1
+    assert len(seen) == 1
     cuda._works.cache_clear()
 
 

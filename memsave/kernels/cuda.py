@@ -90,18 +90,15 @@ def piecewise(
     x: Tensor, inplace: bool, name: str, low: float, high: float
 ) -> tuple[Tensor, Tensor] | None:
     """The output and the bits in one pass, or the bits of a test by torch."""
+    are_numbers = {type(low), type(high)} <= {float, int}
+    if x.dtype is torch.float32 and name in PIECEWISE and are_numbers:
+        return _with_bits(x, inplace, name, low, high)
     if not _has_memory(x, x.stride()):
         return None
-    if (
-        x.dtype is torch.float32
-        and name in PIECEWISE
-        and not {type(low), type(high)} - {float, int}
-    ):
-        return _with_bits(x, inplace, name, low, high)
     op, test = PIECES[name]
     which, *bounds = test(low, high)
-    bits = _bits(TESTS[which](x, *bounds).view(torch.uint8), "nonzero")
-    return op(x, low, high, inplace), bits
+    bits = pack(TESTS[which](x, *bounds), Like.of(x))
+    return None if bits is None else (op(x, low, high, inplace), bits)
 
 
 def compare(x: Tensor, like: Like, test: str, low: float, high: float) -> Tensor | None:

@@ -394,10 +394,15 @@ bool numbers(PyObject *const *args, double *out, int count) {
     return true;
 }
 
+/* How many values a tuple or a list has; of anything else -1. */
+Py_ssize_t count_of(PyObject *arg) {
+    return PyTuple_Check(arg) || PyList_Check(arg) ? PySequence_Fast_GET_SIZE(arg) : -1;
+}
+
 /* As options of layers are: a number for all axes, or one for each; none stands for those given. */
 bool sizes(PyObject *arg, size_t dims, at::DimVector &out, at::IntArrayRef absent = {}) {
-    const bool are_several = PyTuple_Check(arg) || PyList_Check(arg);
-    const size_t given = are_several ? PySequence_Fast_GET_SIZE(arg) : 1;
+    const bool are_several = count_of(arg) >= 0;
+    const size_t given = are_several ? count_of(arg) : 1;
     if (given != 1 && given != dims) return false;
     out.resize(dims);
     for (size_t axis = 0; axis < dims; axis++) {
@@ -909,8 +914,7 @@ PyObject *pad(PyObject *, PyObject *const *args, Py_ssize_t count) {
     TORCH_CHECK_TYPE(count == 4, "pad takes 4 arguments");
     const Tensor *x = plain(args[1]);
     const bool replicates = args[2] == Py_True;
-    const bool are_several = PyTuple_Check(args[3]) || PyList_Check(args[3]);
-    const size_t ends = are_several ? PySequence_Fast_GET_SIZE(args[3]) : 0, dims = ends / 2;
+    const size_t ends = std::max<Py_ssize_t>(count_of(args[3]), 0), dims = ends / 2;
     at::DimVector edges;
     if (!x || !x->is_contiguous() || !x->numel() || ends % 2 || !dims || dims > 3) Py_RETURN_NONE;
     if ((size_t)x->dim() - dims - 1 > 1 || !sizes(args[3], ends, edges)) Py_RETURN_NONE;
@@ -987,8 +991,8 @@ PyObject *adaptive_avg_pool(PyObject *, PyObject *const *args, Py_ssize_t count)
     const size_t dims = PyLong_AsSize_t(args[2]);
     if (PyErr_Occurred()) return nullptr;
     at::DimVector out;
-    const bool are_several = PyTuple_Check(args[3]) || PyList_Check(args[3]);
-    if (are_several ? (size_t)PySequence_Fast_GET_SIZE(args[3]) != dims : args[3] == Py_None) Py_RETURN_NONE;
+    const Py_ssize_t given = count_of(args[3]);
+    if (given < 0 ? args[3] == Py_None : (size_t)given != dims) Py_RETURN_NONE;
     if (!x || !x->is_contiguous() || !x->numel() || (size_t)x->dim() < dims) Py_RETURN_NONE;
     if (!sizes(args[3], dims, out, x->sizes().slice(x->dim() - dims))) Py_RETURN_NONE;
     Made made;
@@ -1526,7 +1530,7 @@ PyMethodDef methods[] = {
      "is_over_last(x, normalized_shape, *parameters): whether plain tensors, or None, say at once that it is a "
      "norm of the last axis"},
     {"is_invertible", FAST(is_invertible),
-     "is_invertible(x, weight | None, bias | None, least, ratio): whether all weights lie between these least "
+     "is_invertible(x, weight | None, bias | None, least, ratio): whether all weights lie between this least "
      "magnitude and its inverse, and biases are at most so many times as large; None for other tensors"},
     {"cross_entropy", FAST(cross_entropy), "cross_entropy(row, x, target, ignore_index, reduction)"},
     {"curve", FAST(curve), "curve(row, x, which (of enum Curve), a, b, c): of the last, what it has"},

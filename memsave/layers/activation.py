@@ -258,7 +258,7 @@ def hardtanh(
 ) -> Tensor:
     """As :func:`torch.nn.functional.hardtanh`. Keeps one bit per element."""
     if min_val > max_val:
-        return F.hardtanh(input, min_val, max_val)  # which says why not
+        return F.hardtanh(input, min_val, max_val, inplace)  # which says why not
     return _hardtanh(input, min_val=min_val, max_val=max_val, inplace=inplace)
 
 

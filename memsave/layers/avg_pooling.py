@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from .. import kernels, spec
 from ..function import Grads, Mask, Saved, Shapes, define, is_final
 from .module import drop_in
-from .shape import Ints, in_format, per_axis, placeholder, remembered
+from .shape import Ints, in_format, per_axis, placeholder, remembered, stride_or
 
 AVG_POOL: dict[int, Callable[..., Tensor]] = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
 ADAPTIVE: dict[int, Callable[..., Tensor]] = {
@@ -31,7 +31,9 @@ def _windows(
     dims: int, kernel_size: Ints, stride: Ints | None, padding: Ints
 ) -> tuple[tuple[int, ...], ...]:
     """Sizes, steps and padding by axis; of one axis as of two, as torch does forward."""
-    sizes = [per_axis(size, dims) for size in (kernel_size, stride or kernel_size, padding)]
+    sizes = [
+        per_axis(size, dims) for size in (kernel_size, stride_or(kernel_size, stride), padding)
+    ]
     if dims == 1:
         sizes = [[fill, *size] for fill, size in zip((1, 1, 0), sizes, strict=True)]
     return tuple(map(tuple, sizes))
@@ -102,7 +104,7 @@ def _node(
         x,
         dims,
         kernel_size,
-        kernel_size if stride is None else stride,
+        stride_or(kernel_size, stride),
         padding,
         ceil_mode,
         count_include_pad,

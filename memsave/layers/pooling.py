@@ -20,7 +20,7 @@ from .. import kernels, spec
 from ..function import Grads, Mask, Saved, Shapes, define, is_plain_gradient
 from ..kernels.reference import Windows
 from .module import drop_in
-from .shape import Ints, channels_last, per_axis, remembered
+from .shape import Ints, channels_last, per_axis, remembered, stride_or
 
 MAX_POOL: dict[int, Callable[..., Any]] = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
 ADAPTIVE: dict[int, Callable[..., Any]] = {
@@ -81,6 +81,11 @@ class Window:
         return table.reshape(-1).take(offsets.long()).add_(first)
 
 
+def _may_stray(dims: int, x: Tensor) -> bool:
+    """Whether stock's index of a channels_last window of nothing but -inf may lie outside of it."""
+    return dims == 3 or (dims == 2 and x.is_cuda)
+
+
 def _fwd(
     dims: int,
     primal: Callable[..., Any],
@@ -99,9 +104,7 @@ def _fwd(
     window = window_of(x.shape[-dims:], y.shape[-dims:], x.device, **options)
     dtype = OFFSET[spec.offset_bits(window.kernel)]
     offsets = window.offsets(places)
-    if (
-        dims > 1
-    ):  # stock's index of a channels_last window of nothing but -inf may lie outside of it
+    if _may_stray(dims, x):
         offsets.clamp_(0, math.prod(window.kernel) - 1)
     extras = {"offsets": offsets.to(dtype)}
     return ((y, places) if options.get("return_indices") else y), extras
@@ -126,7 +129,7 @@ def _bwd(
             return {"x": dx}
     offsets = saved["offsets"]
     places = window_of(inputs, outputs, offsets.device, **options).places(offsets)
-    if dims > 1:  # and that window may begin in the padding
+    if _may_stray(dims, offsets):  # and that window may begin in the padding
         places.clamp_(0, math.prod(inputs) - 1)
     # Scatter along one flat axis of places; windows that overlap add up. The channels stay the
     # last axis where they are stored so (and in stock's gradient, too).
@@ -170,10 +173,6 @@ def _types(option: Any) -> Any:
     return tuple(map(type, option)) if type(option) is tuple else type(option)
 
 
-#: Strides that stand for the size of the kernel (0 does not).
-ABSENT: tuple[Any, ...] = (None, (), [])
-
-
 @remembered
 def _windows_of(
     inputs: torch.Size,
@@ -193,7 +192,7 @@ def _windows_of(
         if any(size % count for size, count in zip(inputs, outputs, strict=True)):
             return None
         kernel_size = [size // count for size, count in zip(inputs, outputs, strict=True)]
-    options = (kernel_size, kernel_size if stride in ABSENT else stride, padding, dilation)
+    options = (kernel_size, stride_or(kernel_size, stride), padding, dilation)
     if not all(isinstance(option, int | tuple | list) for option in options):
         return None
     kernel, step, pad, apart = (tuple(per_axis(option, dims)) for option in options)  # type: ignore[arg-type]
@@ -229,8 +228,7 @@ def _window(
     return_indices: bool = False,
 ) -> Window:
     dims = len(inputs)
-    steps = per_axis(kernel_size if stride in ABSENT else stride, dims)  # type: ignore[arg-type]
-    pads = per_axis(padding, dims)
+    steps, pads = per_axis(stride_or(kernel_size, stride), dims), per_axis(padding, dims)
     starts = [
         torch.arange(count, device=device) * step - pad
         for count, step, pad in zip(outputs, steps, pads, strict=True)

@@ -23,6 +23,14 @@ def per_axis(value: Ints, dims: int) -> list[int]:
     return values * dims if len(values) == 1 else values
 
 
+def stride_or(kernel_size: Any, stride: Any) -> Any:
+    """The stride of a pooling layer; where it is absent, the kernel's size. (0 is an error.)"""
+    return kernel_size if stride in _ABSENT else stride
+
+
+_ABSENT: tuple[Any, ...] = (None, (), [])
+
+
 def remembered(function: Callable[..., Any]) -> Callable[..., Any]:
     """Decorator for what depends on sizes and options alone: compute it once for each of them.
 
