@@ -59,14 +59,20 @@ def test_every_layer_compiles(row: Layer) -> None:
             assert actual_bytes == 0 < expected_bytes
 
 
-@every_row
 @pytest.mark.filterwarnings("ignore:Dynamo:UserWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-@pytest.mark.parametrize("by", ["nodes", "rules"])
-def test_compiled_autograd(row: Layer, by: str) -> None:
+@pytest.mark.parametrize(
+    "rule",
+    [
+        rule
+        for whole in function.RULES.values()
+        for rule in (whole, whole._replace(node=None))[: 1 + (whole.node is not None)]
+    ],
+    ids=lambda rule: f"{rule.row.name}-{'rule' if rule.node is None else 'node'}",
+)
+def test_compiled_autograd(rule: function.Rule) -> None:
     """Which traces the backward of a forward that was not: what that has kept is read as it is."""
-    rule = function.RULES[row.name]
-    layer = function.differentiable(rule if by == "nodes" else rule._replace(node=None))
+    row, layer = rule.row, function.differentiable(rule)
 
     def gradients(wrt: frozenset[str], more: dict[str, bool]) -> tuple[torch.Tensor | None, ...]:
         args = inputs(row, wrt, dtype=torch.float32)

@@ -157,6 +157,8 @@ def test_autocast_keeps_no_more_than_stock(row: Layer, half) -> None:
 @pytest.mark.parametrize("name", ["layer_norm", "group_norm", "rms_norm"])
 def test_autocast_that_widens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As it is on accelerators, where stock norms run in float32; on CPU stock's do not."""
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "AutocastCUDA"):
+        pytest.skip("not this one, in this version of torch")
     monkeypatch.setattr(function, "_NARROW", set())
     row = TABLE[name]
     args = inputs(row, dtype=torch.bfloat16)

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tomllib
 import venv
 import zipfile
@@ -18,6 +19,8 @@ from pathlib import Path
 import pytest
 import torch
 from packaging.requirements import Requirement
+
+from memsave import kernels
 
 ROOT = Path(__file__).parents[1]
 
@@ -36,12 +39,21 @@ def python(code: str) -> str:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel, built from a copy of the sources: building leaves files behind."""
+    """The wheel, built from a copy of the sources: building leaves files behind.
+
+    What the checkout has compiled is not compiled again, unless a source is newer.
+    """
     folder, sources = tmp_path_factory.mktemp("wheel"), tmp_path_factory.mktemp("sources")
     for name in ("memsave", "memsave_jax"):
         shutil.copytree(ROOT / name, sources / name, ignore=shutil.ignore_patterns("*.so"))
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, sources)
+    platform = f"lib.{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
+    compiled = sources / "build" / platform / "memsave" / "kernels"
+    compiled.mkdir(parents=True)
+    for name, module in [*sys.modules.items()]:
+        if name.startswith(f"{kernels.__name__}._"):
+            shutil.copy2(str(module.__file__), compiled)
     build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", folder, "."]
     run(*build, cwd=sources)
     (path,) = folder.glob("*.whl")
