@@ -216,12 +216,18 @@ static inline uint16_t to_bfloat16(float value) {
         T *dweight = norm->dweight, *dbias = norm->dbias;                               \
         if (dweight) dweight += thread * n;                                             \
         if (dbias) dbias += thread * n;                                                 \
+        /* Of parameters alone, the inverse is a factor of the whole sum. */            \
+        const int at_last = dweight && dbias && bias && inverse && !norm->dx;           \
         for (size row = start; row < end; row++) {                                      \
             const STORED *g = (const STORED *)norm->g + row * n;                        \
             const STORED *kept = (const STORED *)norm->kept + row * n;                  \
             const T center = mean ? mean[row] : 0, scale = rstd ? rstd[row] : 1;        \
             T normalized[BLOCK_OF_ROW], along = 0, total = 0;                           \
-            for (size first = 0; first < n; first += BLOCK_OF_ROW) {                    \
+            if (at_last) EACH for (size k = 0; k < n; k++) {                            \
+                const T in = LOAD(g[k]);                                                \
+                dweight[k] += in * (LOAD(kept[k]) - bias[k]);                           \
+                dbias[k] += in;                                                         \
+            } else for (size first = 0; first < n; first += BLOCK_OF_ROW) {             \
                 const size count = n - first < BLOCK_OF_ROW ? n - first : BLOCK_OF_ROW; \
                 NORMALIZE(T, LOAD)                                                      \
                 if (dweight && dbias && norm->dx) {                                     \
@@ -265,6 +271,7 @@ static inline uint16_t to_bfloat16(float value) {
                 }                                                                       \
             }                                                                           \
         }                                                                               \
+        if (at_last) EACH for (size k = 0; k < n; k++) dweight[k] *= inverse[k];        \
     }
 #define NORMALIZE(T, LOAD)                                                              \
     {                                                                                   \
