@@ -32,7 +32,7 @@ static inline size at_most(size a, size b) { return a < b ? a : b; }
 
 /* From x to bits: DO, of the element v = x[j], says `flag`, and may say y[j]. */
 #define TO_BITS(NAME, T, WORD, DO)                                                      \
-    LOOP void NAME(const void *work, size start, size end, size thread) {               \
+    WIDE_LOOP void NAME(const void *work, size start, size end, size thread) {          \
         ARRAYS(T);                                                                      \
         size i = start;                                                                 \
         for (; end - i >= BITS(WORD); i += BITS(WORD)) {                                \
