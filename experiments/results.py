@@ -22,6 +22,7 @@ from typing import Any, Generic, TypeVar
 Case = TypeVar("Case")
 FOLDER = Path(__file__).parent / "results"
 PACKAGES = ("memsave", "memsave_jax")
+SOURCES = (".py", ".c", ".cpp", ".h")
 
 
 @dataclass(frozen=True)
@@ -74,8 +75,9 @@ def _source() -> str:
     """A digest of the library's code: results of another state of it are not gone on with."""
     digest = hashlib.sha256()
     for package in PACKAGES:
-        for path in sorted((Path(__file__).parents[1] / package).rglob("*.py")):
-            digest.update(path.read_bytes())
+        for path in sorted((Path(__file__).parents[1] / package).rglob("*")):
+            if path.suffix in SOURCES:
+                digest.update(path.read_bytes())
     return digest.hexdigest()[:12]
 
 

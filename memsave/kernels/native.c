@@ -160,7 +160,7 @@ static inline float square(float u) { return u * u; }
 
 /* Gradients of curves, by what is kept: g * (1 - exp(a * y)); g * tanh(x)^2; g / (1 + exp(x)). */
 #define FROM_CURVE(NAME, SLOPE)                                                         \
-    LOOP void NAME##_float(const void *work, size start, size end, size thread) {       \
+    WIDE_LOOP void NAME##_float(const void *work, size start, size end, size thread) {  \
         ARRAYS(float);                                                                  \
         const float *also = arrays->also;                                               \
         (void)bits, (void)a;                                                            \
@@ -293,7 +293,7 @@ NORM(norm_double, double, double, , )
 NORM(norm_bfloat16, float, uint16_t, of_bfloat16, to_bfloat16) /* parameters and statistics: float */
 
 #define GROUP_NORM(NAME, T)                                                             \
-    LOOP void NAME(const void *work, size start, size end, size thread) {               \
+    WIDE_LOOP void NAME(const void *work, size start, size end, size thread) {          \
         const Norm *norm = work;                                                        \
         const size channels = norm->features, places = norm->places, n = channels * places; \
         const T *weight = norm->weight, *bias = norm->bias, *mean = norm->mean, *rstd = norm->rstd; \
