@@ -20,7 +20,7 @@ from memsave.spec import Layer
 # torch deprecates what its own compiler does: objects of autograd functions, and TorchScript.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.jit"),
 ]
 
 

@@ -32,7 +32,7 @@ from memsave.layers import batch_norm, norm
 from memsave.spec import TABLE, Layer
 
 # torch compiles some of its forward-mode formulas with TorchScript, which warns.
-forward_formulas = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+forward_formulas = pytest.mark.filterwarnings("ignore:`torch.jit")
 
 HALVES = [torch.bfloat16, torch.float16]
 
@@ -740,7 +740,7 @@ def test_a_view_overwritten() -> None:
 
 
 @every_row
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit")
 @pytest.mark.usefixtures("by_nodes_and_by_rules")
 def test_tangents_of_gradients(row: Layer) -> None:
     """Forward-mode AD through backward, of a forward that had none."""

@@ -18,7 +18,7 @@ import memsave
 from memsave.layers.module import ROWS
 
 # torch deprecates TorchScript, on which its tracers and the older ONNX exporter rest.
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit")
 
 
 def networks(train: bool = False) -> list[nn.Module]:

@@ -406,7 +406,7 @@ def test_functorch_and_export() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit")
 @pytest.mark.parametrize("where", ["around", "inside", "as a decorator"])
 def test_compile(where: str) -> None:
     """One graph; it keeps no more than stock's, and with frozen convolutions less."""

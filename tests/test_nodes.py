@@ -545,7 +545,7 @@ def test_what_is_not_for_nodes_inside_of() -> None:
 
     torch.func.grad(layer)(torch.ones(2))
     torch.vmap(layer)(torch.ones(2))
-    with pytest.warns(DeprecationWarning, match="jit"):
+    with pytest.warns((DeprecationWarning, FutureWarning), match="jit"):
         torch.jit.trace(layer, torch.ones(2), check_trace=False)
     assert found == [[None, None]] * 3
 

@@ -557,7 +557,7 @@ def test_exports(strict: bool) -> None:
     assert_same(*(program.module()(activation()) for program in programs))
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit")
 @both_dropouts
 def test_function_transforms(lora_dropout: float) -> None:
     stock = adapted(lora_dropout=lora_dropout)

@@ -199,7 +199,7 @@ COMPILED = ("BatchNormAct2d", "LayerNorm2d", "RmsNorm", "StdConv2dSame", "QuickG
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit")
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiles_and_exports(name: str) -> None:
     """One of each kind."""

@@ -29,7 +29,7 @@ from transformers import activations
 # torch deprecates what its own compiler does: objects of autograd functions, and TorchScript.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.jit"),
 ]
 
 extensions.load()

@@ -166,9 +166,17 @@ def _hard_swish_gradient(g: Tensor, x: Tensor) -> Tensor:
     return g * (F.relu6(shifted) + torch.where((shifted > 0) & (shifted < 6), x, 0.0)) / 6.0
 
 
+#: Whether the gradient of clamp passes where its input is a bound.
+CLAMP_PASSES_AT_BOUNDS = torch.__version__ < "2.14"
+
+
 def _hard_mish_gradient(g: Tensor, x: Tensor) -> Tensor:
     shifted = x + 2
-    return g * 0.5 * (shifted.clamp(0, 2) + torch.where((shifted >= 0) & (shifted <= 2), x, 0.0))
+    if CLAMP_PASSES_AT_BOUNDS:
+        inside = (shifted >= 0) & (shifted <= 2)
+    else:
+        inside = (shifted > 0) & (shifted < 2)
+    return g * 0.5 * (shifted.clamp(0, 2) + torch.where(inside, x, 0.0))
 
 
 def _of_input(stock: Class, gradient: Callable[[Tensor, Tensor], Tensor]) -> None:
