@@ -15,13 +15,15 @@ from torch._dynamo import compiled_autograd
 
 import memsave
 from memsave import function
-from memsave.spec import Layer
+from memsave.spec import TABLE, Layer
 
 # torch deprecates what its own compiler does: objects of autograd functions, and TorchScript.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:`torch.jit"),
 ]
+
+RULES = [function.RULES[name] for name in TABLE]
 
 
 @pytest.fixture(autouse=True)
@@ -63,11 +65,7 @@ def test_every_layer_compiles(row: Layer) -> None:
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize(
     "rule",
-    [
-        rule
-        for whole in function.RULES.values()
-        for rule in (whole, whole._replace(node=None))[: 1 + (whole.node is not None)]
-    ],
+    [*RULES, *(rule._replace(node=None) for rule in RULES if rule.node is not None)],
     ids=lambda rule: f"{rule.row.name}-{'rule' if rule.node is None else 'node'}",
 )
 def test_compiled_autograd(rule: function.Rule) -> None:
