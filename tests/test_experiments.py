@@ -187,3 +187,9 @@ def test_layers_are_timed_beside_others_that_compute_the_same(wanted, monkeypatc
     expected = steps["stock"].once()
     for step in steps.values():
         torch.testing.assert_close(step.once(), expected)
+
+
+def test_layers_are_told_to_keep_what_they_do_within_a_model():
+    case = layer_times.Case("LeakyReLU", "64x64", "input", "float32", False, "", 0.01, 1)
+    figures = layer_times.measure(case)
+    assert figures["kept_bytes"] == {"stock": 64 * 64 * 4, "memsave": 64 * 64 // 8}
