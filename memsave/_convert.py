@@ -67,7 +67,8 @@ def convert(
     Only modules whose class is exactly a stock class of the table are touched; ``coverage(model)``
     lists the others with the reason. Converting twice changes nothing; :func:`revert` undoes it.
     Lazy modules become drop-ins when their first forward materializes them. Parametrized modules
-    (``torch.nn.utils.parametrizations``) keep their parametrizations.
+    (``torch.nn.utils.parametrizations``) keep their parametrizations. ``isinstance`` sees stock
+    layers; tools that ask for the exact class (``torch.ao.quantization``) do not: revert first.
 
     Some ops have several rows: one keeps the input, another the output or a bit per element. Which
     is least depends on what the neighbours keep. With example inputs, the model runs forward a few
