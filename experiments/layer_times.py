@@ -56,8 +56,8 @@ SHAPES = {
 CALLS = {"64x64": 100}
 #: Gradients of outputs differ in rounding where sums are taken in another order.
 TOLERANCE = 1e-4
-#: By which memsave may keep more than stock: of its parameters alone, RMSNorm keeps the input, which
-#: a neighbour may keep too, and a number per row; stock keeps the normalized input alone.
+#: By which memsave may keep more than stock: for its parameters alone, RMSNorm keeps the input
+#: (which a neighbour may keep too) and a number per row, stock the normalized input alone.
 MARGIN = 0.02
 
 
