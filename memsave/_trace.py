@@ -5,9 +5,9 @@ predicts of them. By default on fake tensors, which have shapes and storages but
 from __future__ import annotations
 
 import weakref
-from collections import Counter
-from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -213,10 +213,21 @@ class NeedsValues(RuntimeError):
 def _dry_state(
     model: nn.Module, trainable: Trainable | None, fake: FakeTensorMode | None
 ) -> dict[str, Tensor]:
-    """Stand-ins for parameters and buffers, with the wanted ``requires_grad``."""
+    """Stand-ins for parameters and buffers, with the wanted ``requires_grad``.
+
+    Those of a module with several names are there once, by the last: replaced twice, they would be
+    put back once.
+    """
     modules = dict(model.named_modules(remove_duplicate=False))
+    last = {id(module): name for name, module in modules.items()}
     state: dict[str, Tensor] = {}
     made: dict[Tensor, Tensor] = {}
+
+    def put(name: str, tensor: Tensor) -> None:
+        path = name.rpartition(".")[0]
+        if last[id(modules[path])] == path:
+            state[name] = tensor
+
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owner = modules[name.rpartition(".")[0]]
         wanted = parameter.requires_grad if trainable is None else trainable(owner, name)
@@ -224,12 +235,42 @@ def _dry_state(
             made[parameter] = _stand_in(parameter, fake, copy=False).requires_grad_(wanted)
         elif wanted:
             made[parameter].requires_grad_()
-        state[name] = made[parameter]
+        put(name, made[parameter])
     for name, buffer in model.named_buffers(remove_duplicate=False):
         if buffer not in made:
             made[buffer] = _stand_in(buffer, fake, copy=True)
-        state[name] = made[buffer]
+        put(name, made[buffer])
     return state
+
+
+@contextmanager
+def _left_as_it_was(model: nn.Module) -> Iterator[None]:
+    """Undo in the end what a forward has set in its modules (a cache, a counter), which may be fake
+    tensors.
+    """
+    attributes = [(m, type(m), dict(vars(m)), _contents(m)) for m in model.modules()]
+    try:
+        yield
+    finally:
+        for module, cls, before, contents in attributes:
+            if type(module) is not cls:
+                module.__class__ = cls
+            now = vars(module)
+            for name in now.keys() - before.keys():
+                del now[name]
+            now.update(before)
+            for container, content in contents:
+                container.clear()
+                (container.extend if isinstance(container, list) else container.update)(content)
+
+
+def _contents(module: nn.Module) -> list[tuple[Any, Any]]:
+    """Its lists, dictionaries and sets (those of its parameters and buffers, too), with copies."""
+    containers = (value for value in vars(module).values() if type(value) in _CONTAINERS)
+    return [(container, container.copy()) for container in containers]
+
+
+_CONTAINERS = {list, dict, set, OrderedDict}
 
 
 def _stand_in(tensor: Tensor, fake: FakeTensorMode | None, *, copy: bool) -> Tensor:
@@ -266,7 +307,12 @@ def run(
         return _stand_in(tensor, mode, copy=False).requires_grad_(tensor.requires_grad)
 
     inputs, kwargs = tree_map_only(Tensor, stand_in, (inputs, kwargs))
-    with torch.random.fork_rng(enabled=not fake), torch.enable_grad(), Recorder(model) as recorder:
+    with (
+        torch.random.fork_rng(enabled=not fake),
+        torch.enable_grad(),
+        _left_as_it_was(model),
+        Recorder(model) as recorder,
+    ):
         try:
             with mode or nullcontext():
                 output = torch.func.functional_call(model, state, inputs, kwargs)

@@ -1,11 +1,13 @@
 """The report: it measures what autograd keeps, agrees with the table, and says why."""
 
 import gc
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import parametrize
 
 import memsave
 from memsave._trace import Recorder, storage_key
@@ -266,3 +268,58 @@ def test_layers_without_parameters() -> None:
     layer = memsave.convert(nn.BatchNorm2d(3, affine=False))
     report = memsave.report(layer, torch.randn(2, 3, 4, 4, requires_grad=True))
     assert report.converted == report.table == 2 * 3 * 4
+
+
+class Remembering(nn.Module):
+    """A layer under two names, and a forward that keeps things."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.BatchNorm1d(4)
+        self.again = self.layer
+        self.table = None
+        self.shapes: list[torch.Size] = []
+        self.tables: dict[int, torch.Tensor] = {}
+        self.register_buffer("mask", None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.table is None:
+            self.table = torch.arange(4.0)
+        self.mask = self.tables[4] = x > 0
+        self.shapes.append(x.shape)
+        self.newly = x
+        # As PEFT does to the parameters that it targets.
+        parametrize.register_parametrization(self.layer, "weight", nn.Identity())
+        y = self.again(self.layer(x) * self.table)
+        parametrize.remove_parametrizations(self.layer, "weight", leave_parametrized=False)
+        return y
+
+
+@pytest.mark.parametrize(
+    "dry_run, needs_values",
+    [
+        (memsave.report, False),
+        (partial(memsave.report, fake=False), True),
+        (memsave.convert, False),
+        (memsave.convert, True),
+    ],
+)
+def test_a_dry_run_leaves_no_trace_in_the_model(dry_run, needs_values):
+    model = Remembering()
+    if needs_values:
+        model.register_forward_hook(lambda module, inputs, y: y * y.sum().item())
+    weight, shapes, tables = model.layer.weight, model.shapes, model.tables
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    names = vars(model).keys()
+    dry_run(model, torch.randn(2, 4))
+    assert vars(model).keys() == names
+    assert (model.table, model.mask) == (None, None)
+    assert model.shapes is shapes == []
+    assert model.tables is tables == {}
+    assert model.layer.weight is weight
+    assert dict(model.layer.named_parameters()).keys() == {"weight", "bias"}
+    assert isinstance(model.layer, nn.BatchNorm1d)
+    after = model.state_dict()
+    assert after.keys() == state.keys()
+    assert all(type(after[name]) is torch.Tensor for name in state)
+    torch.testing.assert_close(after, state, rtol=0, atol=0)
