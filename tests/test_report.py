@@ -296,7 +296,7 @@ class Remembering(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "dry_run, needs_values",
+    ("dry_run", "needs_values"),
     [
         (memsave.report, False),
         (partial(memsave.report, fake=False), True),
