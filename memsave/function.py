@@ -32,13 +32,16 @@ import torch
 from torch import Tensor, compiler, is_grad_enabled, nn, strided
 from torch._C import (
     _are_functorch_transforms_active,
+    _get_dispatch_mode,
     _is_any_autocast_enabled,
     _is_tracing,
     _len_torch_function_stack,
+    _TorchDispatchModeKey,
 )
 from torch._C._autograd import CreationMeta, _get_creation_meta
 from torch._C._functorch import is_functorch_wrapped_tensor, is_legacy_batchedtensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 from torch.autograd.function import Function
 from torch.compiler import is_compiling, is_dynamo_compiling
@@ -407,6 +410,7 @@ def _has_other_meaning(arg: Any) -> bool:
     """Whether it is no tensor, or of a class that gives torch ops another meaning."""
     return (
         not isinstance(arg, Tensor)
+        or type(arg) is FunctionalTensor
         or type(arg).__torch_function__ is not torch._C._disabled_torch_function_impl
         or is_traceable_wrapper_subclass(arg)
     )
@@ -455,6 +459,17 @@ def is_traced(x: Any) -> bool:
     if is_dynamo_compiling() or compiler._is_compiling_flag:
         return False
     return not isinstance(x, Tensor) or _is_tracing()
+
+
+def is_value_known(x: Any) -> bool:
+    """Whether a layer may look at the values of tensors: nothing traces or transforms it."""
+    return not (
+        is_compiling()
+        or _is_tracing()
+        or _are_functorch_transforms_active()
+        or type(x) is FunctionalTensor
+        or _get_dispatch_mode(_TorchDispatchModeKey.PROXY) is not None
+    )
 
 
 def is_plain_gradient(g: Tensor) -> bool:

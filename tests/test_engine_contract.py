@@ -23,7 +23,11 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.nn.utils import parametrizations
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 import memsave
 import memsave.nn
@@ -205,6 +209,28 @@ def test_checkpoint(row: Layer, reentrant: bool) -> None:
 
     actual, expected = both(row, run)
     same(actual, expected)
+
+
+@every_row
+def test_selective_checkpoint(row: Layer) -> None:
+    """That saves what every op returns, which none may overwrite then."""
+
+    def context() -> tuple[Any, Any]:
+        return create_selective_checkpoint_contexts(lambda *_, **__: CheckpointPolicy.PREFER_SAVE)
+
+    def run(function, args, options):
+        torch.manual_seed(2)
+        y = checkpoint(
+            lambda *args: first(function(*args, **options)),
+            *args,
+            use_reentrant=False,
+            context_fn=context,
+        )
+        wanted = [arg for arg in args if arg.requires_grad]
+        return helpers.attempt(torch.autograd.grad, y, wanted, helpers.cotangent(y))
+
+    actual, expected = both(row, run)
+    same(actual, expected)  # (or they raise alike: stock's random ops overwrite what they make)
 
 
 @every_row
@@ -1053,3 +1079,21 @@ def test_rows_from_the_output_look_at_parameters_of_accelerators_once() -> None:
         with torch.no_grad():
             changed.mul_(2)
         assert [looks(), looks()] == [1, 0]
+
+
+@every_row
+def test_a_hook_that_raises_where_a_layer_overwrites(row: Layer, by_nodes_and_by_rules) -> None:
+    """Its backward raises, too: what it reads has not been kept."""
+    if not row.inplace:
+        return
+
+    def refuse(tensor: Tensor) -> Tensor:
+        raise ZeroDivisionError
+
+    x, *rest = inputs(row).values()
+    z = x * 1
+    with saved_tensors_hooks(refuse, lambda tensor: tensor), pytest.raises(ZeroDivisionError):
+        ours(row)(z, *rest, **{**options(row), "inplace": True})
+    if type(z.grad_fn).__name__ != "MulBackward0":
+        with pytest.raises((RuntimeError, KeyError)):
+            z.sum().backward()

@@ -5,13 +5,17 @@
 
 import io
 import operator
+from collections.abc import Callable
+from functools import partial
 
 import helpers
 import onnxruntime
 import pytest
 import torch
+from functorch.compile import aot_function, nop
 from helpers import every_class, same
 from torch import Tensor, fx, nn
+from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import memsave
@@ -220,3 +224,21 @@ def test_make_fx() -> None:
 
     expected, actual = (traced(model)(x) for model in networks())
     same(actual, expected)
+
+
+@pytest.mark.filterwarnings("ignore:Your compiler for AOTAutograd:UserWarning")
+@every_class
+def test_aot_autograd_alone(cls: type[nn.Module]) -> None:
+    """Without the compiler in front of it, which would trace the rules."""
+    x = helpers.module_input(cls)
+
+    def step(layer: nn.Module, run: Callable[..., Tensor]) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        y = run({**dict(layer.named_parameters()), **dict(layer.named_buffers())}, x)
+        wanted = [t for t in (x, *layer.parameters()) if t.requires_grad]
+        return dict(enumerate((y, *torch.autograd.grad(y.square().sum(), wanted))))
+
+    for drop_in in helpers.drop_ins(cls):
+        stock, layer = helpers.build(cls), helpers.build(drop_in)
+        traced = aot_function(partial(functional_call, layer), fw_compiler=nop)
+        same(step(layer, traced), step(stock, partial(functional_call, stock)))

@@ -296,7 +296,12 @@ void link(std::initializer_list<Tensor> inputs, std::initializer_list<Tensor> ou
         } else torch::autograd::set_history(output, node);
         node->output_info_.emplace_back(output);
     }
-    node->save_variables_to_ctx();
+    try {
+        node->save_variables_to_ctx();
+    } catch (...) { /* of a hook. What was overwritten has the node already: its backward is to say so. */
+        node->release_variables();
+        throw;
+    }
 }
 
 /* The layer of a row, differentiable in x. */

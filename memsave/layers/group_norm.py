@@ -340,9 +340,9 @@ class GroupNorm(nn.GroupNorm):
     """As :class:`torch.nn.GroupNorm`. Keeps its input, or nothing for the bias alone."""
 
     def forward(self, input: Tensor) -> Tensor:
+        own = for_stock(self, INPUT | WEIGHT, input)
         # Of another layout the stock op keeps a copy.
-        as_it_is = input.is_contiguous() or _memory_format(input) is not None
-        if as_it_is and (own := for_stock(self, INPUT | WEIGHT, input)) is not None:
+        if own is not None and (input.is_contiguous() or _memory_format(input) is not None):
             return F.group_norm(input, self.num_groups, *own, self.eps)
         return group_norm(input, self.num_groups, self.weight, self.bias, self.eps)
 

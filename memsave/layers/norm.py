@@ -34,6 +34,7 @@ from ..function import (
     for_stock,
     is_final,
     is_traced,
+    is_value_known,
 )
 from ..kernels.reference import Like, Rows
 from .batch_norm import weight_or_ones, wide_dtype
@@ -437,12 +438,12 @@ def is_invertible(input: Tensor, weight: Tensor | None, bias: Tensor | None) -> 
     least = LEAST_WEIGHT.get(input.dtype)
     if least is None or not torch.is_grad_enabled():
         return False
-    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
-        return False  # values are not known
-    if kernels.nodes is not None:
+    if kernels.nodes is not None and not is_dynamo_compiling():
         is_known = kernels.nodes.is_invertible(input, weight, bias, least, LARGEST_RATIO)
         if is_known is not None:
             return is_known
+    if not is_value_known(input):
+        return False
     if isinstance(input, FakeTensor) or input.is_meta:
         return True  # as if they were like those of a trained model
     if weight is None:

@@ -65,8 +65,8 @@ class Window:
             rest = places.div(size, rounding_mode="floor") if axis else 0
             inside = places - rest * size - self.starts[axis].to(places)
             if step > 1:
-                inside = inside.div_(step, rounding_mode="floor")
-            offsets = inside.mul_(unit).add_(offsets)
+                inside = inside.div(step, rounding_mode="floor")
+            offsets = offsets + inside * unit
             unit *= self.kernel[axis]
             places = rest  # type: ignore[assignment]
         return offsets
@@ -105,7 +105,7 @@ def _fwd(
     dtype = OFFSET[spec.offset_bits(window.kernel)]
     offsets = window.offsets(places)
     if _may_stray(dims, x):
-        offsets.clamp_(0, math.prod(window.kernel) - 1)
+        offsets = offsets.clamp(0, math.prod(window.kernel) - 1)
     extras = {"offsets": offsets.to(dtype)}
     return ((y, places) if options.get("return_indices") else y), extras
 
