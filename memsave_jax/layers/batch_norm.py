@@ -136,6 +136,13 @@ def wide(array: Array) -> Array:
     return array.astype(jnp.promote_types(array.dtype, jnp.float32))
 
 
+def is_clipped(rstd: Array, eps: float) -> Array:
+    """Where the fast variance, a difference, came out negative: it is 0 then, and so is what passes
+    through it. ``rstd`` tells, with no bit more kept. (So do variances that it cannot tell from 0.)
+    """
+    return rstd * math.sqrt(eps) >= 1 - 4 * jnp.finfo(rstd.dtype).eps
+
+
 def _bwd_eval(
     g: Array,
     wrt: Mask,
@@ -168,6 +175,7 @@ def _bwd_train(
     saved: Saved,
     shapes: Shapes,
     *,
+    eps: float,
     axis: Axes = -1,
     use_fast_variance: bool = True,
     **_: Any,
@@ -192,6 +200,8 @@ def _bwd_train(
     if "x" in wrt:
         scale = rstd if saved["weight"] is None else rstd * saved["weight"].reshape(rstd.shape)
         slope = (2 * g_var - scale * rstd * correlation) / axes.count
+        if use_fast_variance:
+            slope = jnp.where(is_clipped(rstd, eps), 0, slope)
         constant = (g_mean - scale * total) / axes.count - slope * mean
         grads["x"] = axes.spread(scale) * gy + axes.spread(slope) * x + axes.spread(constant)
     return grads

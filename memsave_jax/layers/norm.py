@@ -23,7 +23,7 @@ from memsave import spec
 from memsave.spec import Layer
 
 from ..function import Grads, Mask, Saved, Shapes, define
-from .batch_norm import squared, wide
+from .batch_norm import is_clipped, squared, wide
 
 Function = Callable[..., Any]
 
@@ -142,6 +142,7 @@ def _bwd(
     saved: Saved,
     shapes: Shapes,
     *,
+    eps: float,
     use_fast_variance: bool = True,
     **options: Any,
 ) -> Grads:
@@ -170,6 +171,8 @@ def _bwd(
         else:
             total, correlation = view.total(g), view.total(g * x)
             slope = -lax.square(rstd) * (correlation - mean * total) / view.size
+            if use_fast_variance:
+                slope = jnp.where(is_clipped(rstd, eps), 0, slope)
             dx = g + slope * x + (-total / view.size - slope * mean)
         grads["x"] = dx.reshape(shapes["x"].shape)
     return grads
@@ -182,6 +185,9 @@ def _bwd_from_output(
     wrt: Mask,
     saved: Saved,
     shapes: Shapes,
+    *,
+    eps: float,
+    use_fast_variance: bool = True,
     **options: Any,
 ) -> Grads:
     view = view_of(g.shape, **options)
@@ -200,10 +206,12 @@ def _bwd_from_output(
     if "x" in wrt:
         sum_of = view.total if centers else partial(view.correlation, vector=None)
         correlation, g = sum_of(g * y), g * weight
-        dx = g - correlation / view.size * y / weight
-        dx = dx - view.total(g) / view.size if centers else dx
         # If the passes are one program, XLA:CPU would write rstd out at full size for both.
         rstd = view.spread(lax.optimization_barrier(saved["rstd"]))
+        if centers and use_fast_variance:
+            correlation = jnp.where(is_clipped(rstd, eps), 0, correlation)
+        dx = g - correlation / view.size * y / weight
+        dx = dx - view.total(g) / view.size if centers else dx
         grads["x"] = (dx * rstd).reshape(shapes["x"].shape)
     return grads
 
