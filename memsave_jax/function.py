@@ -125,8 +125,8 @@ def differentiable(rule: Rule) -> Callable[..., Any]:
     """The differentiable function of a rule (see :func:`define`)."""
 
     @functools.lru_cache(maxsize=1024)
-    def function(form: str, static: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
-        return _FORMS[form](rule, dict(static))
+    def function(form: str, static: tuple[tuple[str, Any, str], ...]) -> Callable[..., Any]:
+        return _FORMS[form](rule, {name: option for name, option, _ in static})
 
     def layer(*args: Any, **options: Any) -> Any:
         form = _form.value
@@ -138,8 +138,12 @@ def differentiable(rule: Rule) -> Callable[..., Any]:
         ):
             return rule.primal(*args, **options)
         arrays = {name: value for name, value in options.items() if _is_array(value)}
-        static = {name: value for name, value in options.items() if name not in arrays}
-        return function(form, tuple((n, _hashable(v)) for n, v in static.items()))(arrays, *args)
+        static = tuple(
+            (name, _hashable(value), _apart(value))
+            for name, value in options.items()
+            if name not in arrays
+        )
+        return function(form, static)(arrays, *args)
 
     layer.__name__ = layer.__qualname__ = rule.row.name
     layer.__doc__ = f"The row ``{rule.row.name}`` as a differentiable function."
@@ -152,6 +156,16 @@ def _is_array(option: Any) -> bool:
 
 def _hashable(option: Any) -> Any:
     return tuple(map(_hashable, option)) if isinstance(option, list | tuple) else option
+
+
+def _apart(option: Any) -> str:
+    """What equal numbers may differ in: 1 and 1.0 (or NumPy's, which promote), 0.0 and -0.0."""
+    return repr(option) if isinstance(option, int | float | np.generic) else ""
+
+
+def is_number(option: Any) -> bool:
+    """No array, nor a scalar of NumPy's, which has a dtype to promote to."""
+    return type(option) in (int, float)
 
 
 def _by_custom_jvp(rule: Rule, options: dict[str, Any]) -> Callable[..., Any]:

@@ -19,15 +19,16 @@ def pack(booleans: Array) -> Array:
     rest = [(0, 0)] * (booleans.ndim - 1)
     padded = jnp.pad(booleans, [*rest, (0, -size % 8)])
     bits = padded.reshape(*padded.shape[:-1], padded.shape[-1] // 8, 8).astype(jnp.uint8)
-    return jnp.sum(bits << _places(), axis=-1, dtype=jnp.uint8)
+    return jnp.sum(bits << _places(bits.ndim), axis=-1, dtype=jnp.uint8)
 
 
 def unpack(packed: Array, shape: tuple[int, ...]) -> Array:
     """The booleans of this shape."""
-    bits = (packed[..., None] >> _places()) & jnp.uint8(1)
+    bits = (packed[..., None] >> _places(packed.ndim + 1)) & jnp.uint8(1)
     bits = bits.reshape(*packed.shape[:-1], packed.shape[-1] * 8).astype(bool)
     return bits[..., : shape[-1]] if shape else bits[0]
 
 
-def _places() -> Array:
-    return jnp.arange(8, dtype=jnp.uint8)
+def _places(ndim: int) -> Array:
+    """Along the last of so many axes. (Of one alone ``jax.numpy_rank_promotion`` may complain.)"""
+    return jnp.arange(8, dtype=jnp.uint8).reshape(*[1] * (ndim - 1), 8)

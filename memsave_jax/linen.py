@@ -24,6 +24,7 @@ from memsave import spec
 from . import functional
 from ._convert_linen import convert, coverage, drop_in, revert
 from ._coverage import Coverage, Entry
+from .function import is_number
 from .functional import (
     avg_pool,
     celu,
@@ -206,11 +207,6 @@ class ConvTranspose(nn.ConvTranspose):
         )
 
 
-def _is_number(option: Any) -> bool:
-    """No array, nor a scalar of NumPy's, which has a dtype to promote to."""
-    return type(option) in (int, float)
-
-
 @drop_in(spec.BATCH_NORM_TRAIN, spec.BATCH_NORM_EVAL)
 class BatchNorm(nn.BatchNorm):
     """As :class:`flax.linen.BatchNorm`. Keeps the input as it is, or nothing (see
@@ -227,7 +223,7 @@ class BatchNorm(nn.BatchNorm):
         if not (
             jnp.issubdtype(x.dtype, jnp.inexact)
             and self.force_float32_reductions
-            and _is_number(self.epsilon)
+            and is_number(self.epsilon)
         ):
             return _batch_norm(self, x, use_running_average, mask=mask)
         frozen = nn.merge_param(
@@ -285,7 +281,7 @@ def _takes(module: Any, x: Any, mask: Array | None) -> bool:
         and module.axis_name is None
         and module.force_float32_reductions
         and jnp.issubdtype(x.dtype, jnp.inexact)
-        and _is_number(module.epsilon)
+        and is_number(module.epsilon)
     )
 
 
@@ -388,7 +384,7 @@ class Dropout(nn.Dropout):
         self, inputs: Array, deterministic: bool | None = None, rng: Any | None = None
     ) -> Array:
         drops = not nn.merge_param("deterministic", self.deterministic, deterministic)
-        if not (drops and _is_number(self.rate) and 0 < self.rate < 1):
+        if not (drops and is_number(self.rate) and 0 < self.rate < 1):
             return _dropout(self, inputs, deterministic, rng)
         key = self.make_rng(self.rng_collection) if rng is None else rng
         return functional.dropout(inputs, self.rate, key, broadcast_dims=self.broadcast_dims)

@@ -26,6 +26,7 @@ from memsave import spec
 from . import functional
 from ._convert_nnx import convert, coverage, drop_in, register, revert
 from ._coverage import Coverage, Entry
+from .function import is_number
 from .functional import (
     avg_pool,
     celu,
@@ -256,7 +257,7 @@ class BatchNorm(nnx.BatchNorm):
             average is None
             or (not average and not (mask is None and self.axis_name is None))
             or self.promote_dtype is not promote_dtype
-            or not _is_number(self.epsilon)
+            or not is_number(self.epsilon)
         ):
             return super().__call__(x, use_running_average, mask=mask)
         mean, var = self.mean[...], self.var[...]
@@ -297,7 +298,7 @@ def _takes(layer: Any, x: Any, mask: Array | None) -> bool:
         and mask is None
         and layer.axis_name is None
         and layer.promote_dtype is promote_dtype
-        and _is_number(layer.epsilon)
+        and is_number(layer.epsilon)
     )
 
 
@@ -420,11 +421,6 @@ def _widens(narrow: Any, wide: Any) -> bool:
     return (narrow in half and wide in (single, double)) or (narrow, wide) == (single, double)
 
 
-def _is_number(option: Any) -> bool:
-    """No array, nor a scalar of NumPy's, which has a dtype to promote to."""
-    return type(option) in (int, float)
-
-
 def _dropout(
     layer: nnx.Dropout,
     function: Callable[..., Array],
@@ -438,7 +434,7 @@ def _dropout(
     if (
         off is None
         or off
-        or not _is_number(layer.rate)
+        or not is_number(layer.rate)
         or layer.rate in (0.0, 1.0)
         or not isinstance(source, nnx.Rngs | nnx.RngStream | jax.Array)
     ):

@@ -19,7 +19,7 @@ import pytest
 import torch
 from backends import JAX
 from hypothesis import settings
-from jax import export, lax
+from jax import Array, export, lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax_backend import Call, Jax
 from strategies import Case, label, wanted
@@ -358,6 +358,68 @@ def test_one_jitted_layer_of_every_row_under_all_masks(row: Layer, form: str) ->
 
     with function.using(form):
         assert_close(masked(function.differentiable(rule)), masked(rule.primal))
+
+
+@every_row_and_form
+def test_strict_rank_promotion(row: Layer, form: str) -> None:
+    rule = JAX.following(row).rules[row.name]
+    call = Call(None, rule, case(row, frozenset(row.reads)))
+    floats = {name: call.args[name] for name in row.reads}
+
+    def loss(function_: Function, floats: dict[str, Any]) -> Array:
+        args = {**call.args, **floats}
+        y = function_(*[args[name] for name in row.args], **call.options(call.key))
+        return sum(leaf.sum() for leaf in jax.tree.leaves(y))
+
+    with function.using(form), jax.numpy_rank_promotion("raise"):
+        jax.grad(functools.partial(loss, function.differentiable(rule)))(floats)
+
+
+NORMS: dict[str, tuple[tuple[int, ...], Function]] = {
+    "batch_norm": (
+        (4, 1),
+        lambda x, *v: F.batch_norm(x, None, None, *v, use_running_average=False)[0],
+    ),
+    "layer_norm": ((1, 4), F.layer_norm),
+    "layer_norm_from_output": ((1, 4), F.layer_norm_from_output),
+    "group_norm": ((1, 4), functools.partial(F.group_norm, num_groups=1)),
+    "group_norm_from_output": ((1, 4), functools.partial(F.group_norm_from_output, num_groups=1)),
+    "instance_norm": ((1, 4, 1), F.instance_norm),
+    "instance_norm_from_output": ((1, 4, 1), F.instance_norm_from_output),
+}
+
+
+@every_form
+@pytest.mark.parametrize("name", NORMS)
+def test_no_gradient_passes_a_variance_that_was_clipped(name: str, form: str) -> None:
+    """The fast one of a large mean comes out negative, and is taken for 0."""
+    shape, norm = NORMS[name]
+    x = jnp.array([1000, 1000.03, 1000.05, 1000.01], jnp.float32)
+    assert jnp.square(x).mean() - jnp.square(x.mean()) < 0
+    x, vector = x.reshape(shape), jnp.full(shape[-1:], 2, jnp.float32)
+    g = jnp.arange(4, dtype=jnp.float32).reshape(shape)
+
+    def gradients() -> Any:
+        return jax.vjp(norm, x, vector, vector)[1](g)
+
+    with function.using("stock"):
+        expected = gradients()
+    with function.using(form):
+        actual = gradients()
+    np.testing.assert_allclose(actual[0], expected[0], rtol=1e-4)
+
+
+@every_form
+def test_options_that_are_equal_numbers(form: str) -> None:
+    """NumPy's promote, and -0.0 has another sign."""
+    x = jnp.array([-1.0, 0.0, 2.0], jnp.bfloat16)
+    with function.using(form):
+        for slope in (0.25, np.float64(0.25), 0.25, 0.0, -0.0, 1, 1.0, True):
+            assert_close(F.leaky_relu(x, slope), jax.nn.leaky_relu(x, slope))
+            assert F.leaky_relu(x, slope).dtype == jax.nn.leaky_relu(x, slope).dtype
+            sign = jnp.signbit(F.leaky_relu(x, slope))
+            assert (sign == jnp.signbit(jax.nn.leaky_relu(x, slope))).all()
+            assert F.elu(x, slope).dtype == jax.nn.elu(x, slope).dtype
 
 
 # Devices.

@@ -15,7 +15,7 @@ from jax import Array, lax
 from memsave import spec
 from memsave.spec import Layer
 
-from ..function import Grads, Mask, Saved, Shapes, define
+from ..function import Grads, Mask, Saved, Shapes, define, is_number
 from ..kernels import pack, unpack
 
 Function = Callable[..., Any]
@@ -131,7 +131,8 @@ def _slopes(x: Array, weight: Array) -> Array:
     """One for all elements of ``x``, or one per channel."""
     if weight.size != 1 and weight.shape != x.shape[-1:]:
         raise ValueError(f"{weight.shape} slopes for an input of shape {x.shape}")
-    return jnp.asarray(weight.reshape(()) if weight.size == 1 else weight, x.dtype)
+    shape = () if weight.size == 1 else (*[1] * (x.ndim - 1), weight.size)
+    return jnp.asarray(weight.reshape(shape), x.dtype)
 
 
 def _prelu_primal(x: Array, weight: Array) -> Array:
@@ -196,7 +197,7 @@ def leaky_relu(x: Array, negative_slope: Any = 1e-2) -> Array:
         x: Any shape and real dtype.
         negative_slope: The slope for negative elements. With an array it is stock.
     """
-    if not isinstance(negative_slope, int | float):
+    if not is_number(negative_slope):
         return jax.nn.leaky_relu(x, negative_slope)
     return _leaky_relu(x, negative_slope=negative_slope)
 

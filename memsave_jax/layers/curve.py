@@ -17,7 +17,7 @@ from jax import Array, lax
 from memsave import spec
 from memsave.spec import Layer
 
-from ..function import Grads, Mask, Saved, Shapes, define
+from ..function import Grads, Mask, Saved, Shapes, define, is_number
 
 Function = Callable[..., Any]
 SELU_SCALE, SELU_ALPHA = 1.0507009873554804934193349852946, 1.6732632423543772848170429916717
@@ -171,12 +171,12 @@ def log_softmax(x: Array, axis: Any = -1, where: Array | None = None) -> Array:
 
 def _is_positive(alpha: Any) -> bool:
     """A number (not an array), with which ``y`` has the sign of ``x``."""
-    return isinstance(alpha, int | float) and alpha > 0
+    return is_number(alpha) and alpha > 0
 
 
 def elu(x: Array, alpha: Any = 1.0) -> Array:
     """As :func:`jax.nn.elu`. Keeps ``x``. With an array for ``alpha`` it is stock."""
-    if not isinstance(alpha, int | float):
+    if not is_number(alpha):
         return jax.nn.elu(x, alpha)
     return _elu(x, alpha=alpha)
 
@@ -188,7 +188,7 @@ def elu_from_output(x: Array, alpha: Any = 1.0) -> Array:
 
 def celu(x: Array, alpha: Any = 1.0) -> Array:
     """As :func:`jax.nn.celu`. Keeps ``x``. With an array for ``alpha`` it is stock."""
-    if not isinstance(alpha, int | float):
+    if not is_number(alpha):
         return jax.nn.celu(x, alpha)
     return _celu(x, alpha=alpha)
 

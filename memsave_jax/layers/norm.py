@@ -46,7 +46,8 @@ class View(NamedTuple):
 
     def parameter(self, vector: Array) -> Array:
         """To the shape that broadcasts."""
-        return vector.reshape(self.shape[len(self.shape) - self.features :])
+        first = len(self.shape) - self.features
+        return vector.reshape(*[1] * first, *self.shape[first:])
 
     def total(self, array: Array) -> Array:
         """Over each group, in the shape that broadcasts.
@@ -202,7 +203,9 @@ def _bwd_from_output(
         y = y - view.parameter(saved["bias"])
     weight = 1.0 if saved["weight"] is None else view.parameter(saved["weight"])
     if "weight" in wrt:
-        grads["weight"] = (view.per_feature(g * y) / weight).reshape(shapes["weight"].shape)
+        grad = view.per_feature(g * y)
+        grad = grad / jnp.reshape(weight, grad.shape)
+        grads["weight"] = grad.reshape(shapes["weight"].shape)
     if "x" in wrt:
         sum_of = view.total if centers else partial(view.correlation, vector=None)
         correlation, g = sum_of(g * y), g * weight
