@@ -29,8 +29,9 @@ The triple can drive two forms. Which one is used is a matter of :func:`using`:
     is the shape of another one, and no residual is an input as it is (JAX would forward it, which
     is part of the structure). Forward mode is an error of JAX.
 
-The stock op itself runs where it already keeps what the row says, for complex numbers, and where
-the derivative by an argument is wanted for which the table has no gradient.
+The stock op itself runs where it already keeps what the row says, for complex numbers, where the
+derivative by an argument is wanted for which the table has no gradient, and where an ``Explicit``
+mesh cuts bytes of bits apart.
 """
 
 from __future__ import annotations
@@ -48,6 +49,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
 from memsave.spec import Layer, Residuals
+
+from .kernels import is_packable
 
 Mask = frozenset[str]
 Saved = Mapping[str, Any]
@@ -124,6 +127,8 @@ def define(
 def differentiable(rule: Rule) -> Callable[..., Any]:
     """The differentiable function of a rule (see :func:`define`)."""
 
+    has_bits = any(extra.bits == 1 for extra in rule.row.extras.values())
+
     @functools.lru_cache(maxsize=1024)
     def function(form: str, static: tuple[tuple[str, Any, str], ...]) -> Callable[..., Any]:
         return _FORMS[form](rule, {name: option for name, option, _ in static})
@@ -134,6 +139,7 @@ def differentiable(rule: Rule) -> Callable[..., Any]:
             form == "stock"
             or rule.bwd is None
             or rule.stock_op(*args, **options)
+            or (has_bits and not is_packable(args[0]))
             or any(arg is not None and jnp.iscomplexobj(arg) for arg in args)
         ):
             return rule.primal(*args, **options)

@@ -7,8 +7,29 @@ packed where it lies.
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 from jax import Array
+
+
+def parts(x: Array) -> tuple[int, ...]:
+    """Into how many parts each axis is sharded, by axes of a mesh that are ``Explicit``."""
+    sharding = jax.typeof(x).sharding
+    sizes = dict(sharding.mesh.shape)
+
+    def count(entry: Any) -> int:
+        names = entry if isinstance(entry, tuple) else (entry,)
+        return math.prod(sizes.get(name, 1) for name in names)
+
+    return tuple(map(count, sharding.spec))
+
+
+def is_packable(x: Array) -> bool:
+    """Whether the parts of the last axis are whole bytes, as far as JAX asks."""
+    return not jnp.ndim(x) or parts(x)[-1] == 1 or x.shape[-1] % (8 * parts(x)[-1]) == 0
 
 
 def pack(booleans: Array) -> Array:

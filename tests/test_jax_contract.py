@@ -18,6 +18,7 @@ import optax
 import pytest
 import torch
 from backends import JAX
+from flax import linen as nn
 from hypothesis import settings
 from jax import Array, export, lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -452,6 +453,47 @@ def on_devices(row: Layer, form: str, run: Function) -> dict[str, Any]:
         for wrt, call in calls(row, form).items()
         if wrt.issuperset(split(row))
     }
+
+
+@every_row_and_form
+@pytest.mark.parametrize("axis", [0, -2, -1])
+def test_explicit_mesh(row: Layer, form: str, axis: int) -> None:
+    """Where JAX keeps account of how arrays lie, what stock does of an input that is split."""
+    mesh()
+    halves = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Explicit,))
+    rule = JAX.following(row).rules[row.name]
+    call = Call(None, rule, case(row, frozenset(row.reads)))
+    name, x = next(iter(call.args.items()))
+    if name not in row.reads or x.ndim < -axis or x.shape[axis] % 2:
+        pytest.skip("nothing to split")
+    spec = [None] * x.ndim
+    spec[axis] = "data"
+
+    def gradient(function_: Function) -> Any:
+        def loss(x: Array) -> Array:
+            args = {**call.args, name: x}
+            y = function_(*[args[name] for name in row.args], **call.options(call.key))
+            return sum(jnp.sin(leaf).sum() for leaf in jax.tree.leaves(y))
+
+        return jax.grad(loss)(jax.device_put(x, NamedSharding(halves, PartitionSpec(*spec))))
+
+    with jax.set_mesh(halves), function.using(form):
+        try:
+            expected = gradient(rule.primal)
+        except Exception as error:
+            pytest.skip(f"stock raises {type(error).__name__}")
+        actual = gradient(function.differentiable(rule))
+    assert_close(actual, expected)
+
+
+@every_form
+def test_explicit_mesh_of_max_pooling_with_a_stride(form: str) -> None:
+    mesh()
+    halves = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(halves), function.using(form):
+        x = jax.device_put(jnp.arange(192.0).reshape(2, 6, 4, 4) % 7, PartitionSpec("data"))
+        actual = jax.grad(lambda x: F.max_pool(x, (2, 2), (2, 2)).sum())(x)
+        assert_close(actual, jax.grad(lambda x: nn.max_pool(x, (2, 2), (2, 2)).sum())(x))
 
 
 @every_row_and_form

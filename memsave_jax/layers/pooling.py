@@ -22,6 +22,7 @@ from jax import Array, lax
 from memsave import spec
 
 from ..function import Grads, Mask, Saved, Shapes, define
+from ..kernels import parts
 from .shape import Ints, Padding, per_axis
 
 OFFSET = {8: jnp.uint8, 16: jnp.uint16, 32: jnp.uint32}
@@ -295,9 +296,19 @@ def _layout(dims: int) -> dict[str, str]:
     return {"x": f"*n {' '.join(x)} c", "y": y, "offsets": y}
 
 
+def _is_sharded(x: Array, **_: Any) -> bool:
+    """By an ``Explicit`` mesh, for which JAX cannot tell how the windows' places lie."""
+    return any(part > 1 for part in parts(x))
+
+
 _max_pool: dict[int, Callable[..., Array]] = {
     dims: define(
-        row, partial(_primal, dims), partial(_bwd, dims), partial(_fwd, dims), layout=_layout(dims)
+        row,
+        partial(_primal, dims),
+        partial(_bwd, dims),
+        partial(_fwd, dims),
+        stock_op=_is_sharded,
+        layout=_layout(dims),
     )
     for dims, row in ((1, spec.MAX_POOL1D), (2, spec.MAX_POOL2D), (3, spec.MAX_POOL3D))
 }
@@ -309,6 +320,7 @@ _adaptive_max_pool = {
         partial(_adaptive_primal, dims),
         partial(_adaptive_bwd, dims),
         partial(_adaptive_fwd, dims),
+        stock_op=_is_sharded,
         layout=_layout(dims),
     )
     for dims, row in (
