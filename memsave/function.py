@@ -69,7 +69,7 @@ class Rule(NamedTuple):
     fwd: Callable[..., tuple[Any, dict[str, Tensor]]]
     stock_keeps: Callable[[Mask], Sequence[str]] | None
     unless: Callable[..., bool] | None
-    autocast: bool | torch.dtype
+    autocast: bool | torch.dtype | Callable[[str], torch.dtype | None]
     compiled: bool
     smooth: bool
     shapes: tuple[str, ...]
@@ -97,7 +97,7 @@ def define(
     *,
     stock_keeps: Callable[[Mask], Sequence[str]] | None = None,
     unless: Callable[..., bool] | None = None,
-    autocast: bool | torch.dtype = False,
+    autocast: bool | torch.dtype | Callable[[str], torch.dtype | None] = False,
     compiled: bool = True,
     smooth: bool = False,
     shapes: tuple[str, ...] | None = None,
@@ -114,7 +114,8 @@ def define(
             those of the row, the stock op runs.
         unless: ``unless(**options)``: whether with these options it keeps something else.
         autocast: Whether torch's autocast casts this op's arguments to the lower precision; or
-            the dtype that it casts them to on accelerators (on CPU it leaves such ops alone).
+            the dtype that it casts them to on accelerators (on CPU it leaves such ops alone); or
+            that by the type of the device.
         compiled: Whether ``torch.compile`` traces the rule. ``False`` where it makes the saving
             by itself from the stock op.
         smooth: Whether ``bwd`` takes the gradients of the extras, too.
@@ -532,7 +533,9 @@ def _autocast_dtype(rule: Rule, args: tuple[Any, ...]) -> torch.dtype | None:
         return None
     if isinstance(rule.autocast, bool):
         return torch.get_autocast_dtype(device)
-    return None if device in _NARROW else rule.autocast
+    if isinstance(rule.autocast, torch.dtype):
+        return None if device in _NARROW else rule.autocast
+    return rule.autocast(device)
 
 
 def _autocast(args: tuple[Any, ...], dtype: torch.dtype) -> tuple[Any, ...]:

@@ -121,6 +121,31 @@ def test_autocast_gives_stock_dtypes(row: Layer, half, dtype, where: str) -> Non
 
 
 @every_row
+@pytest.mark.parametrize("half", HALVES, ids=str)
+def test_autocast_of_what_a_layer_before_has_cast(row: Layer, half) -> None:
+    """Parameters are wide. (Some ops of stock take their input back to float32.)"""
+    if row.name.endswith("norm_from_output"):
+        pytest.skip("drop-ins take another row for inputs of less than 32 bits")
+
+    def run(function, args, options):
+        x = args[0]
+        args = [x.detach().to(half).requires_grad_(x.requires_grad), *args[1:]]
+        torch.manual_seed(2)
+        with torch.autocast("cpu", dtype=half):
+            y = first(function(*args, **options))
+        wanted = [arg for arg in args if arg.requires_grad]
+        return y, torch.autograd.grad(y, wanted, helpers.cotangent(y))
+
+    def attempt(*args):
+        return helpers.attempt(run, *args)
+
+    for wrt in row.masks()[1:]:
+        actual, expected = both(row, attempt, wrt=wrt, dtype=torch.float32)
+        if not isinstance(expected, type):
+            same(actual, expected, rtol=5e-2, atol=5e-2)
+
+
+@every_row
 @pytest.mark.parametrize("optional", [True, False])
 def test_empty_batches(row: Layer, optional: bool) -> None:
     """Zeros or nan as stock has, where stock has them; the properties draw such batches seldom.

@@ -271,6 +271,7 @@ def _define(
     *,
     formats: bool = True,
     compiled: bool = True,
+    autocast: Any = False,
 ) -> Callable[..., Any]:
     """``formats``: whether gradients of what is ``channels_last`` are so, too."""
     adaptive = window_of is _adaptive_window
@@ -291,12 +292,19 @@ def _define(
         sizes = _adaptive_sizes(x.shape[-dims:], given, _types(given))
         return sizes and kernels.nodes.adaptive_max_pool(row, x, *sizes)
 
-    return define(row, primal, bwd, fwd, compiled=compiled, shapes=("x",), node=node)
+    return define(
+        row, primal, bwd, fwd, autocast=autocast, compiled=compiled, shapes=("x",), node=node
+    )
+
+
+def _wide_on_cpu(device: str) -> torch.dtype | None:
+    """What autocast casts the input of max_pool3d to."""
+    return torch.float32 if device == "cpu" else None
 
 
 # torch.compile keeps int8 offsets by itself.
 _max_pool1d, _max_pool2d, _max_pool3d = (
-    _define(row, dims, MAX_POOL[dims], _window, compiled=False)
+    _define(row, dims, MAX_POOL[dims], _window, compiled=False, autocast=dims == 3 and _wide_on_cpu)
     for dims, row in ((1, spec.MAX_POOL1D), (2, spec.MAX_POOL2D), (3, spec.MAX_POOL3D))
 )
 _adaptive_max_pool1d, _adaptive_max_pool2d, _adaptive_max_pool3d = (
