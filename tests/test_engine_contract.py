@@ -1122,3 +1122,14 @@ def test_a_hook_that_raises_where_a_layer_overwrites(row: Layer, by_nodes_and_by
     if type(z.grad_fn).__name__ != "MulBackward0":
         with pytest.raises((RuntimeError, KeyError)):
             z.sum().backward()
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_layout_of_instance_norm_by_running_statistics(grad: bool) -> None:
+    """Contiguous, as stock's: of what is channels_last, too."""
+    x = torch.randn(2, 4, 3, 3).to(memory_format=torch.channels_last).requires_grad_(grad)
+    expected, actual = (
+        cls(4, affine=True, track_running_stats=True).eval()(x)
+        for cls in (nn.InstanceNorm2d, memsave.nn.InstanceNorm2d)
+    )
+    same(actual, expected, layout=True)

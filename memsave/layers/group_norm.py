@@ -331,7 +331,10 @@ def instance_norm(
     """
     params = (running_mean, running_var, weight, bias)
     if not use_input_stats:
-        return batch_norm(input, *params, False, momentum, eps)
+        if not torch.is_grad_enabled():
+            return F.instance_norm(input, *params, False, momentum, eps)
+        # (Of another layout stock makes a copy, too.)
+        return batch_norm(input.contiguous(), *params, False, momentum, eps)
     return _instance_norm(input, *params, momentum=momentum, eps=eps)
 
 
