@@ -8,6 +8,7 @@ those that its code names are listed.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import logging
@@ -212,8 +213,10 @@ def _choose(node: Any, name: str, policy: Policy | None) -> Any:
 
 
 def _map(change: Callable[[Path, Any], Any], node: Any, path: Path = (), seen: Any = None) -> Any:
-    """Put ``change(path, node)`` in place of each module and leaf; tuples are made anew for it."""
-    seen = set() if seen is None else seen
+    """Put ``change(path, node)`` in place of each module and leaf. Tuples, lists and dictionaries,
+    which others may hold, are made anew for it.
+    """
+    seen = {} if seen is None else seen  # by id, what has become of it (and itself, to stay alive)
     if isinstance(node, tuple):
         parts = [_map(change, part, (*path, k), seen) for k, part in enumerate(node)]
         if all(new is old for new, old in zip(parts, node, strict=True)):
@@ -222,18 +225,22 @@ def _map(change: Callable[[Path, Any], Any], node: Any, path: Path = (), seen: A
     if not isinstance(node, nnx.Pytree | list | dict):
         return change(path, node)
     if id(node) in seen:
-        return node
-    seen.add(id(node))
+        return seen[id(node)][0]
+    seen[id(node)] = node, node
     if isinstance(node, nnx.Pytree):
         node = change(path, node)
+    old = node
     for key, part in _parts(node):
         new = _map(change, part, (*path, key), seen)
         if new is part:
             continue
         if isinstance(node, nnx.Pytree):
             object.__setattr__(node, str(key), new)  # of the same kind: static stays static
-        else:
-            node[key] = new
+            continue
+        if node is old:
+            node = copy.copy(old)
+            seen[id(old)] = node, old
+        node[key] = new
     return node
 
 

@@ -995,3 +995,19 @@ def test_logs(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="memsave"):
         mnnx.convert(Net())
     assert "converted: 17" in caplog.text
+
+
+def test_containers_of_others_are_left_alone() -> None:
+    functions = {"relu": nnx.relu, "list": [nnx.gelu]}
+
+    class Model(nnx.Module):
+        def __init__(self) -> None:
+            self.functions = self.again = functions
+
+    model, other = mnnx.convert(Model()), Model()
+    assert functions == {"relu": nnx.relu, "list": [nnx.gelu]}
+    assert model.functions == {"relu": mnnx.relu, "list": [mnnx.gelu]}
+    assert model.again is model.functions
+    mnnx.revert(other)
+    assert model.functions["relu"] is mnnx.relu
+    assert mnnx.revert(model).functions == functions
