@@ -153,7 +153,8 @@ def _promoted(dtype: Any, *arrays: Any) -> list[Any]:
 
 
 def _cast(array: Any, dtype: Any) -> Any:
-    return array if array is None or array.dtype == dtype else jnp.asarray(array, dtype)
+    kept = array is None or getattr(array, "dtype", None) == dtype  # (a list has none)
+    return array if kept else jnp.asarray(array, dtype)
 
 
 @drop_in(spec.LINEAR)
@@ -295,6 +296,7 @@ def _takes(layer: Any, x: Any, mask: Array | None) -> bool:
         usual = layer.reduction_axes == layer.feature_axes == -1
     return (
         usual
+        and hasattr(x, "dtype")  # (stock takes a list)
         and mask is None
         and layer.axis_name is None
         and layer.promote_dtype is promote_dtype

@@ -1011,3 +1011,20 @@ def test_containers_of_others_are_left_alone() -> None:
     mnnx.revert(other)
     assert model.functions["relu"] is mnnx.relu
     assert mnnx.revert(model).functions == functions
+
+
+@pytest.mark.parametrize(
+    ("layer", "x"),
+    [
+        (lambda lib: lib.Linear(2, 3, rngs=nnx.Rngs(0)), [[1.0, 2.0]]),
+        (lambda lib: lib.LayerNorm(2, rngs=nnx.Rngs(0)), [[1.0, 2.0]]),
+        (lambda lib: lib.RMSNorm(2, rngs=nnx.Rngs(0)), [[1.0, 2.0]]),
+        (lambda lib: lib.PReLU(dtype=jnp.float16), -2.0),
+    ],
+    ids=["Linear", "LayerNorm", "RMSNorm", "PReLU"],
+)
+def test_lists_and_numbers(layer, x) -> None:
+    """Stock takes them."""
+    actual, expected = layer(mnnx)(x), layer(nnx)(x)
+    assert actual.dtype == expected.dtype
+    np.testing.assert_allclose(actual, expected, rtol=1e-6)
