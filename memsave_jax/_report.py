@@ -394,7 +394,7 @@ _SIZES = ("stock", "now", "saves")
 
 
 def _ratio(now: int, stock: int) -> str:
-    return f" ({now / stock if stock else 1.0:.4f} of stock)"
+    return f" ({now / stock:.4f} of stock)" if stock else ""
 
 
 def _names(residuals: tuple[Residual, ...], most: int = 3) -> str:
