@@ -1133,3 +1133,25 @@ def test_layout_of_instance_norm_by_running_statistics(grad: bool) -> None:
         for cls in (nn.InstanceNorm2d, memsave.nn.InstanceNorm2d)
     )
     same(actual, expected, layout=True)
+
+
+@pytest.mark.parametrize("name", ["GroupNorm", "GroupNormFromOutput", "LayerNormFromOutput"])
+def test_an_ensemble(name: str) -> None:
+    """``vmap`` over the parameters of several models, of which neither layout nor values tell."""
+
+    def ensemble(cls: type[nn.Module]) -> Any:
+        torch.manual_seed(0)
+        models = [cls(4) if "Layer" in name else cls(2, 4) for _ in range(3)]
+        state = torch.func.stack_module_state(models)
+        for parameter in state[0].values():
+            parameter.data.normal_()
+
+        def run(parameters, buffers, x):
+            return torch.func.functional_call(models[0], (parameters, buffers), x.mT)
+
+        x = torch.randn(3, 2, 4, 4)
+        y = torch.vmap(run)(*state, x)
+        return y, torch.autograd.grad(y.square().sum(), [*state[0].values()])
+
+    cls = getattr(memsave.nn, name)
+    same(ensemble(cls), ensemble(cls.__base__))
