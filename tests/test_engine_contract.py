@@ -1149,7 +1149,7 @@ def test_an_ensemble(name: str) -> None:
         def run(parameters, buffers, x):
             return torch.func.functional_call(models[0], (parameters, buffers), x.mT)
 
-        x = torch.randn(3, 2, 4, 4)
+        x = torch.randn(3, 2, 4, 4, 4)
         y = torch.vmap(run)(*state, x)
         return y, torch.autograd.grad(y.square().sum(), [*state[0].values()])
 
