@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._C import _are_functorch_transforms_active
 from torch.compiler import is_dynamo_compiling
 
 from .. import kernels, spec
@@ -344,8 +345,11 @@ class GroupNorm(nn.GroupNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         own = for_stock(self, INPUT | WEIGHT, input)
-        # Of another layout the stock op keeps a copy.
-        if own is not None and (input.is_contiguous() or _memory_format(input) is not None):
+        # Of another layout the stock op keeps a copy. (Under vmap none but the first is known.)
+        if own is not None and (
+            input.is_contiguous()
+            or (not _are_functorch_transforms_active() and _memory_format(input) is not None)
+        ):
             return F.group_norm(input, self.num_groups, *own, self.eps)
         return group_norm(input, self.num_groups, self.weight, self.bias, self.eps)
 
