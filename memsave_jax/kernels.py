@@ -29,7 +29,8 @@ def parts(x: Array) -> tuple[int, ...]:
 
 def is_packable(x: Array) -> bool:
     """Whether the parts of the last axis are whole bytes, as far as JAX asks."""
-    return not jnp.ndim(x) or parts(x)[-1] == 1 or x.shape[-1] % (8 * parts(x)[-1]) == 0
+    count = parts(x)[-1] if jnp.ndim(x) else 1
+    return count == 1 or x.shape[-1] % (8 * count) == 0
 
 
 def pack(booleans: Array) -> Array:

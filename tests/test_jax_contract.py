@@ -426,10 +426,10 @@ def test_options_that_are_equal_numbers(form: str) -> None:
 # Devices.
 
 
-def mesh() -> Any:
+def mesh(size: int = 8, kind: AxisType = AxisType.Auto) -> Any:
     if len(jax.devices()) < 8:
         pytest.skip("needs eight devices, which conftest.py asks of XLA")
-    return jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    return jax.make_mesh((size,), ("data",), axis_types=(kind,))
 
 
 def split(row: Layer) -> list[str]:
@@ -459,8 +459,7 @@ def on_devices(row: Layer, form: str, run: Function) -> dict[str, Any]:
 @pytest.mark.parametrize("axis", [0, -2, -1])
 def test_explicit_mesh(row: Layer, form: str, axis: int) -> None:
     """Where JAX keeps account of how arrays lie, what stock does of an input that is split."""
-    mesh()
-    halves = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Explicit,))
+    halves = mesh(2, AxisType.Explicit)
     rule = JAX.following(row).rules[row.name]
     call = Call(None, rule, case(row, frozenset(row.reads)))
     name, x = next(iter(call.args.items()))
@@ -488,8 +487,7 @@ def test_explicit_mesh(row: Layer, form: str, axis: int) -> None:
 
 @every_form
 def test_explicit_mesh_of_max_pooling_with_a_stride(form: str) -> None:
-    mesh()
-    halves = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Explicit,))
+    halves = mesh(2, AxisType.Explicit)
     with jax.set_mesh(halves), function.using(form):
         x = jax.device_put(jnp.arange(192.0).reshape(2, 6, 4, 4) % 7, PartitionSpec("data"))
         actual = jax.grad(lambda x: F.max_pool(x, (2, 2), (2, 2)).sum())(x)

@@ -20,11 +20,13 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from memsave import spec
+from memsave.spec import Layer
 
 from ..function import Grads, Mask, Saved, Shapes, define
 from ..kernels import parts
 from .shape import Ints, Padding, per_axis
 
+Function = Callable[..., Any]
 OFFSET = {8: jnp.uint8, 16: jnp.uint16, 32: jnp.uint32}
 #: Windows of more places are not gone through one by one: the program would be too long.
 FEW = 64
@@ -301,34 +303,30 @@ def _is_sharded(x: Array, **_: Any) -> bool:
     return any(part > 1 for part in parts(x))
 
 
-_max_pool: dict[int, Callable[..., Array]] = {
-    dims: define(
-        row,
-        partial(_primal, dims),
-        partial(_bwd, dims),
-        partial(_fwd, dims),
-        stock_op=_is_sharded,
-        layout=_layout(dims),
-    )
-    for dims, row in ((1, spec.MAX_POOL1D), (2, spec.MAX_POOL2D), (3, spec.MAX_POOL3D))
-}
+def _by_axes(
+    rows: Sequence[Layer], primal: Function, bwd: Function, fwd: Function
+) -> dict[int, Function]:
+    """The functions of rows of 1, 2, and 3 spatial axes."""
+    return {
+        dims: define(
+            row,
+            partial(primal, dims),
+            partial(bwd, dims),
+            partial(fwd, dims),
+            stock_op=_is_sharded,
+            layout=_layout(dims),
+        )
+        for dims, row in enumerate(rows, start=1)
+    }
 
 
-_adaptive_max_pool = {
-    dims: define(
-        row,
-        partial(_adaptive_primal, dims),
-        partial(_adaptive_bwd, dims),
-        partial(_adaptive_fwd, dims),
-        stock_op=_is_sharded,
-        layout=_layout(dims),
-    )
-    for dims, row in (
-        (1, spec.ADAPTIVE_MAX_POOL1D),
-        (2, spec.ADAPTIVE_MAX_POOL2D),
-        (3, spec.ADAPTIVE_MAX_POOL3D),
-    )
-}
+_max_pool = _by_axes((spec.MAX_POOL1D, spec.MAX_POOL2D, spec.MAX_POOL3D), _primal, _bwd, _fwd)
+_adaptive_max_pool = _by_axes(
+    (spec.ADAPTIVE_MAX_POOL1D, spec.ADAPTIVE_MAX_POOL2D, spec.ADAPTIVE_MAX_POOL3D),
+    _adaptive_primal,
+    _adaptive_bwd,
+    _adaptive_fwd,
+)
 
 
 def max_pool(
