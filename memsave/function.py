@@ -58,6 +58,7 @@ Mask = frozenset[str]
 Saved = Mapping[str, Any]
 Shapes = Mapping[str, Like | None]
 Grads = dict[str, Tensor]
+Autocast = Callable[[str], torch.dtype | None]
 
 
 class Rule(NamedTuple):
@@ -69,7 +70,7 @@ class Rule(NamedTuple):
     fwd: Callable[..., tuple[Any, dict[str, Tensor]]]
     stock_keeps: Callable[[Mask], Sequence[str]] | None
     unless: Callable[..., bool] | None
-    autocast: bool | torch.dtype | Callable[[str], torch.dtype | None]
+    autocast: Autocast | None
     compiled: bool
     smooth: bool
     shapes: tuple[str, ...]
@@ -97,7 +98,7 @@ def define(
     *,
     stock_keeps: Callable[[Mask], Sequence[str]] | None = None,
     unless: Callable[..., bool] | None = None,
-    autocast: bool | torch.dtype | Callable[[str], torch.dtype | None] = False,
+    autocast: Autocast | None = None,
     compiled: bool = True,
     smooth: bool = False,
     shapes: tuple[str, ...] | None = None,
@@ -113,9 +114,8 @@ def define(
         stock_keeps: ``stock_keeps(wrt)``: the residuals that the stock op keeps. Where they are
             those of the row, the stock op runs.
         unless: ``unless(**options)``: whether with these options it keeps something else.
-        autocast: Whether torch's autocast casts this op's arguments to the lower precision; or
-            the dtype that it casts them to on accelerators (on CPU it leaves such ops alone); or
-            that by the type of the device.
+        autocast: ``autocast(device_type)``: what torch's autocast casts this op's arguments to
+            (:func:`lowered`, :func:`widened`), or ``None`` where it leaves them alone.
         compiled: Whether ``torch.compile`` traces the rule. ``False`` where it makes the saving
             by itself from the stock op.
         smooth: Whether ``bwd`` takes the gradients of the extras, too.
@@ -198,9 +198,9 @@ def differentiable(rule: Rule) -> Callable[..., Any]:
                 arrays = {**dict(zip(names, args, strict=True)), "y": _first(y)}
                 _observer(Call(row, plan.wrt, arrays, options))
         elif (
-            autocast
+            autocast is not None
             and (compiling or _is_any_autocast_enabled())
-            and (dtype := _autocast_dtype(rule, args)) is not None
+            and (dtype := _autocast_dtype(autocast, args)) is not None
         ):
             device = args[0].device.type
             cast = _autocast(args, dtype)
@@ -520,22 +520,24 @@ def amp_enabled(device: str) -> bool:
     return device in _AUTOCAST and torch.is_autocast_enabled(device)
 
 
+def lowered(device: str) -> torch.dtype:
+    """The dtype of autocast on this type of device."""
+    return torch.get_autocast_dtype(device)
+
+
 #: Devices whose autocast does not widen norms.
 _NARROW = {"cpu"}
 
 
-def _autocast_dtype(rule: Rule, args: tuple[Any, ...]) -> torch.dtype | None:
-    """What autocast casts the arguments of a rule to, if it does."""
-    if not rule.autocast:
-        return None
+def widened(device: str) -> torch.dtype | None:
+    """The dtype in which autocast computes norms."""
+    return None if device in _NARROW else torch.float32
+
+
+def _autocast_dtype(autocast: Autocast, args: tuple[Any, ...]) -> torch.dtype | None:
+    """What autocast casts these arguments to, if it is on."""
     device = args[0].device.type
-    if not amp_enabled(device):
-        return None
-    if isinstance(rule.autocast, bool):
-        return torch.get_autocast_dtype(device)
-    if isinstance(rule.autocast, torch.dtype):
-        return None if device in _NARROW else rule.autocast
-    return rule.autocast(device)
+    return autocast(device) if amp_enabled(device) else None
 
 
 def _autocast(args: tuple[Any, ...], dtype: torch.dtype) -> tuple[Any, ...]:

@@ -24,6 +24,7 @@ from ..function import (
     for_stock,
     is_final,
     is_plain_gradient,
+    lowered,
 )
 from ..kernels.memory import has_memory
 from ..kernels.reference import Like
@@ -224,13 +225,13 @@ def _prelu_node(row: str, wrt: Mask, x: Tensor, weight: Tensor) -> Tensor | None
     return kernels.nodes.bits(row, x, False, *piece, also=weight)
 
 
-_prelu = define(spec.PRELU, F.prelu, _prelu_bwd, _prelu_fwd, autocast=True, node=_prelu_node)
+_prelu = define(spec.PRELU, F.prelu, _prelu_bwd, _prelu_fwd, autocast=lowered, node=_prelu_node)
 _prelu_from_input = define(
     spec.PRELU_FROM_INPUT,
     F.prelu,
     _prelu_bwd_from_input,
     stock_keeps=lambda wrt: ("x", "weight"),
-    autocast=True,
+    autocast=lowered,
 )
 
 

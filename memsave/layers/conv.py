@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import kernels, spec
-from ..function import WEIGHT, Grads, Mask, Saved, Shapes, define, for_stock
+from ..function import WEIGHT, Grads, Mask, Saved, Shapes, define, for_stock, lowered
 from .module import drop_in
 from .shape import Ints, per_axis, remembered
 
@@ -284,7 +284,7 @@ _conv1d, _conv2d, _conv3d = (
         _conv_bwd,
         stock_keeps=_stock_keeps,
         unless=_stock_pads,
-        autocast=True,
+        autocast=lowered,
         shapes=("x", "weight"),
         node=partial(_conv_node, dims),
     )
@@ -296,7 +296,7 @@ _conv_transpose1d, _conv_transpose2d, _conv_transpose3d = (
         CONV_TRANSPOSE[dims],
         _conv_transpose_bwd,
         stock_keeps=_stock_keeps,
-        autocast=True,
+        autocast=lowered,
         shapes=("x", "weight"),
         node=partial(_conv_transpose_node, dims),
     )

@@ -17,7 +17,7 @@ from torch._C import _are_functorch_transforms_active
 from torch.compiler import is_dynamo_compiling
 
 from .. import kernels, spec
-from ..function import INPUT, WEIGHT, Grads, Mask, Saved, Shapes, define, for_stock
+from ..function import INPUT, WEIGHT, Grads, Mask, Saved, Shapes, define, for_stock, widened
 from ..kernels.memory import FORMATS
 from .batch_norm import batch_norm, by_batch, weight_or_ones
 from .module import drop_in
@@ -155,14 +155,14 @@ def _from_output_at_once(
 
 
 _group_norm = define(
-    spec.GROUP_NORM, _group_primal, _group_bwd, _group_fwd, autocast=torch.float32, smooth=True
+    spec.GROUP_NORM, _group_primal, _group_bwd, _group_fwd, autocast=widened, smooth=True
 )
 _group_norm_from_output = define(
     spec.GROUP_NORM_FROM_OUTPUT,
     _group_primal,
     _group_bwd_from_output,
     rstd_only(_group_fwd),
-    autocast=torch.float32,
+    autocast=widened,
     smooth=True,
     node=partial(norm_node, True, True),
 )

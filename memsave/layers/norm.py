@@ -35,6 +35,7 @@ from ..function import (
     is_final,
     is_traced,
     is_value_known,
+    widened,
 )
 from ..kernels.reference import Like, Rows
 from .batch_norm import weight_or_ones, wide_dtype
@@ -272,13 +273,13 @@ def norm_node(
     return kernels.nodes.norm(row, x, weight, bias, num_groups, from_y, centered, wants_x, eps)
 
 
-_layer_norm = define(spec.LAYER_NORM, _layer_primal, _layer_bwd, _layer_fwd, autocast=torch.float32)
+_layer_norm = define(spec.LAYER_NORM, _layer_primal, _layer_bwd, _layer_fwd, autocast=widened)
 _layer_norm_from_output = define(
     spec.LAYER_NORM_FROM_OUTPUT,
     _layer_primal,
     _layer_bwd_from_output,
     rstd_only(_layer_fwd),
-    autocast=torch.float32,
+    autocast=widened,
     smooth=True,
     node=partial(norm_node, True, True),
 )
@@ -332,7 +333,7 @@ def _rms_bwd_from_output(
 
 #: Autocast of accelerators leaves it alone in torch 2.11.
 _casts = torch._C._dispatch_has_kernel_for_dispatch_key("aten::rms_norm", "AutocastCUDA")
-RMS_AUTOCAST = torch.float32 if _casts else False
+RMS_AUTOCAST = widened if _casts else None
 
 _rms_norm = define(
     spec.RMS_NORM,

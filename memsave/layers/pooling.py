@@ -17,17 +17,11 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from .. import kernels, spec
-from ..function import Grads, Mask, Saved, Shapes, define, is_plain_gradient
+from ..function import Autocast, Grads, Mask, Saved, Shapes, define, is_plain_gradient
 from ..kernels.reference import Windows
 from .module import drop_in
 from .shape import Ints, channels_last, per_axis, remembered, stride_or
 
-MAX_POOL: dict[int, Callable[..., Any]] = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
-ADAPTIVE: dict[int, Callable[..., Any]] = {
-    1: F.adaptive_max_pool1d,
-    2: F.adaptive_max_pool2d,
-    3: F.adaptive_max_pool3d,
-}
 OFFSET = {8: torch.uint8, 16: torch.int16, 32: torch.int32}
 
 
@@ -271,7 +265,7 @@ def _define(
     *,
     formats: bool = True,
     compiled: bool = True,
-    autocast: Any = False,
+    autocast: Autocast | None = None,
 ) -> Callable[..., Any]:
     """``formats``: whether gradients of what is ``channels_last`` are so, too."""
     adaptive = window_of is _adaptive_window
@@ -303,17 +297,15 @@ def _wide_on_cpu(device: str) -> torch.dtype | None:
 
 
 # torch.compile keeps int8 offsets by itself.
-_max_pool1d, _max_pool2d, _max_pool3d = (
-    _define(row, dims, MAX_POOL[dims], _window, compiled=False, autocast=dims == 3 and _wide_on_cpu)
-    for dims, row in ((1, spec.MAX_POOL1D), (2, spec.MAX_POOL2D), (3, spec.MAX_POOL3D))
+_max_pool1d = _define(spec.MAX_POOL1D, 1, F.max_pool1d, _window, compiled=False)
+_max_pool2d = _define(spec.MAX_POOL2D, 2, F.max_pool2d, _window, compiled=False)
+_max_pool3d = _define(
+    spec.MAX_POOL3D, 3, F.max_pool3d, _window, compiled=False, autocast=_wide_on_cpu
 )
-_adaptive_max_pool1d, _adaptive_max_pool2d, _adaptive_max_pool3d = (
-    _define(row, dims, ADAPTIVE[dims], _adaptive_window, formats=dims < 3)
-    for dims, row in (
-        (1, spec.ADAPTIVE_MAX_POOL1D),
-        (2, spec.ADAPTIVE_MAX_POOL2D),
-        (3, spec.ADAPTIVE_MAX_POOL3D),
-    )
+_adaptive_max_pool1d = _define(spec.ADAPTIVE_MAX_POOL1D, 1, F.adaptive_max_pool1d, _adaptive_window)
+_adaptive_max_pool2d = _define(spec.ADAPTIVE_MAX_POOL2D, 2, F.adaptive_max_pool2d, _adaptive_window)
+_adaptive_max_pool3d = _define(
+    spec.ADAPTIVE_MAX_POOL3D, 3, F.adaptive_max_pool3d, _adaptive_window, formats=False
 )
 
 
