@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.modules.module import (
     _global_forward_hooks_with_kwargs,
     register_module_forward_hook,
@@ -219,6 +220,11 @@ def _dry_state(
     put back once.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
+    if lazy := [name for name, module in modules.items() if _is_uninitialized(module)]:
+        raise RuntimeError(
+            f"modules {lazy} are lazy and not initialized yet, so nothing can be measured; "
+            "run the model once before"
+        )
     last = {id(module): name for name, module in modules.items()}
     state: dict[str, Tensor] = {}
     made: dict[Tensor, Tensor] = {}
@@ -241,6 +247,10 @@ def _dry_state(
             made[buffer] = _stand_in(buffer, fake, copy=True)
         put(name, made[buffer])
     return state
+
+
+def _is_uninitialized(module: nn.Module) -> bool:
+    return isinstance(module, LazyModuleMixin) and module.has_uninitialized_params()  # type: ignore[misc]
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import copy
 import io
 import pickle
 import warnings
+from collections.abc import Callable
 
 import helpers
 import pytest
@@ -425,6 +426,16 @@ def test_lazy_modules(kind: str) -> None:
     assert materialized(memsave.convert(memsave.convert(make()))) is drop_in
     assert materialized(memsave.revert(memsave.convert(make()))) is STOCK[drop_in]
     assert materialized(make()) is STOCK[drop_in]  # others stay as they are
+
+
+@pytest.mark.parametrize("measure", [memsave.convert, memsave.report])
+def test_lazy_modules_must_be_initialized_to_be_measured(measure: Callable[..., object]) -> None:
+    model, x = nn.Sequential(nn.LazyConv2d(4, 3), nn.ReLU()), torch.randn(2, 3, 5, 5)
+    with pytest.raises(RuntimeError, match=r"\['0'\] are lazy.*run the model once"):
+        measure(model, x)
+    assert type(model[1]) is nn.ReLU
+    model(x)
+    measure(model, x)
 
 
 # Choosing.
