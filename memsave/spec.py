@@ -275,14 +275,14 @@ LEAKY_RELU = _selecting(
 )
 RELU6 = _selecting("relu6", "passes", inplace=_INPLACE)
 HARDTANH = _selecting(
-    "hardtanh", "passes", min_val=(-1.0, 0.0), max_val=(1.0, 0.5), inplace=_INPLACE
+    "hardtanh", "passes", min_val=(-1.0, 0.0), max_val=(1.0, 0.7), inplace=_INPLACE
 )
 THRESHOLD = _selecting(
     "threshold", "passes", threshold=(0.1, -1.0), value=(0.0, 0.7), inplace=_INPLACE
 )
 HARDSIGMOID = _selecting("hardsigmoid", "passes", inplace=_INPLACE)
-HARDSHRINK = _selecting("hardshrink", "passes", lambd=(0.5, 0.0, 1.0))
-SOFTSHRINK = _selecting("softshrink", "passes", lambd=(0.5, 0.0, 1.0))
+HARDSHRINK = _selecting("hardshrink", "passes", lambd=(0.5, 0.0, 0.3))
+SOFTSHRINK = _selecting("softshrink", "passes", lambd=(0.5, 0.0, 0.3))
 PRELU = Layer(
     "prelu",
     args={"x": "n c *s", "weight": "p"},

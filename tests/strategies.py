@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -20,8 +21,10 @@ from memsave.spec import TABLE, Layer, Shape
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 INTEGERS = ("int64", "int32")
 LAYOUTS = ("contiguous", "channels_last", "transposed", "strided")
-#: Where functions have kinks, and where they end.
+#: Where functions have kinks, and where they end. (The numbers among the options, too.)
 SPECIAL = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, 0.5, -0.5, 1.0, -1.0, 3.0, -3.0, 6.0, 40.0])
+#: The digits of a number, in bits.
+DIGITS = {"float64": 52, "float32": 23, "bfloat16": 7, "float16": 10}
 
 
 @dataclass(frozen=True)
@@ -48,13 +51,21 @@ class Case:
     special: bool = False
     seed: int = 0
 
+    def _bounds(self, dtype: str) -> np.ndarray:
+        """The numbers among the options, which a layer may round to the dtype, and neighbours."""
+        numbers = [value for value in self.options.values() if type(value) is float]
+        step = 2.0 ** -DIGITS[dtype]
+        return np.outer([-1, 1, 1 + step, 1 - step], numbers or [0.0]).ravel()
+
     def values(self, name: str, shape: Shape) -> np.ndarray:
         """The values of an argument: distinct and not zero (no kinks), special, or indices."""
         random = np.random.default_rng([self.seed, zlib.crc32(name.encode())])
         if name in self.indices:
             return random.integers(0, max(1, self.indices[name]), shape)
         if self.special:
-            return random.choice(SPECIAL, size=shape)
+            bounds = self._bounds(next(iter(self.dtypes.values())))
+            near = random.random(shape) < 0.5
+            return np.where(near, random.choice(bounds, shape), random.choice(SPECIAL, shape))
         size = max(1, math.prod(shape))
         values = random.permutation(size)[: math.prod(shape)].reshape(shape)
         values = (values + 0.2718) / size * 4 - 2
@@ -148,6 +159,14 @@ def cases(
         special=special and selects(row) and draw(st.booleans()),
         seed=draw(st.integers(0, 1000)),
     )
+
+
+def at_bounds(row: Layer, dtype: str) -> Iterator[Case]:
+    """Few elements, most of them where the layer has a bound: calls that are seldom drawn."""
+    for values in product(*row.options.values()):
+        options = dict(zip(row.options, values, strict=True))
+        case = Case({"x": (7,)}, {"x": dtype}, options, frozenset({"x"}), special=True)
+        yield from (replace(case, seed=seed) for seed in range(8))
 
 
 def accepted(

@@ -1153,3 +1153,26 @@ def test_an_ensemble(name: str) -> None:
 
     cls = getattr(memsave.nn, name)
     same(ensemble(cls), ensemble(cls.__base__))
+
+
+def test_dropout_from_rng_while_another_thread_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the rule of Python, which cannot lock the generator as a node does."""
+
+    class Busy:
+        """Somebody draws right after a look at the state."""
+
+        def get_state(self) -> Tensor:
+            state = torch.get_rng_state()
+            torch.rand(3)
+            return state
+
+        def set_state(self, state: Tensor) -> None:
+            torch.set_rng_state(state)
+
+    monkeypatch.setattr(memsave.layers.dropout, "_generator", lambda device: Busy())
+    x = torch.ones(9, 8).t()[::2].requires_grad_()
+    y = memsave.nn.DropoutFromRng()(x)
+    before = torch.get_rng_state()
+    (dx,) = torch.autograd.grad(y.sum(), x)
+    same(dx, y, rtol=0, atol=0)
+    assert torch.equal(torch.get_rng_state(), before)

@@ -14,14 +14,18 @@ from properties import (
     PROPERTIES,
     check_backends_agree,
     check_fails_as_stock,
+    check_gradient_equals_stock,
     check_implemented,
+    check_output_equals_stock,
     check_rows_of_one_op_agree,
     of_one_op,
 )
-from strategies import accepted, flawed, label, wanted
+from strategies import DTYPES, accepted, at_bounds, flawed, is_elementwise, label, wanted
 
 from memsave.spec import TABLE, Layer
 
+#: Activations that are linear in pieces.
+PIECEWISE = [row for row in TABLE.values() if is_elementwise(row) and "p" not in row.options]
 ROWS = pytest.mark.parametrize("row", TABLE.values(), ids=TABLE)
 ON = pytest.mark.parametrize("backend", BACKENDS, ids=repr)
 ROWS_ON = pytest.mark.parametrize(
@@ -67,6 +71,18 @@ def holds_for(
 def test_property(check: Any, row: Layer, backend: Any) -> None:
     cases = accepted(backend, row, **PROPERTIES[check])
     holds_for(backend, cases, lambda case: check(backend, row, case))
+
+
+@pytest.mark.parametrize("backend", [TORCH, TORCH.in_python()], ids=repr)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("row", PIECEWISE, ids=label)
+def test_at_bounds(row: Layer, dtype: str, backend: Any) -> None:
+    """Where a bound is not a number of the dtype, torch rounds it or not. (JAX does.)"""
+    cases = [case for case in at_bounds(row, dtype) if backend.accepts(row, case)]
+    assert cases
+    for case in cases:
+        check_output_equals_stock(backend, row, case)
+        check_gradient_equals_stock(backend, row, case)
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,13 @@ def _bits(x: Tensor, kind: str, low: float = 0.0, high: float = 0.0) -> Tensor:
     return bits
 
 
+def _bits_of_test(x: Tensor, test: str, low: float, high: float) -> Tensor:
+    """Of one of :data:`memsave.kernels.reference.TESTS`, of which all but this round bounds."""
+    if test != "not_outside":
+        low, high = _rounded(low, x.dtype), _rounded(high, x.dtype)
+    return _bits(x, test, low, high)
+
+
 def _with_bits(
     x: Tensor, inplace: bool, kind: str, low: float = 0, high: float = 0
 ) -> tuple[Tensor, Tensor] | None:
@@ -89,7 +96,7 @@ def relu(x: Tensor, inplace: bool) -> tuple[Tensor, Tensor] | None:
 def piecewise(
     x: Tensor, inplace: bool, name: str, low: float, high: float
 ) -> tuple[Tensor, Tensor] | None:
-    """The output and the bits in one pass, or the bits of a test by torch."""
+    """The output and the bits in one pass, or in one each; or the bits of a test by torch."""
     are_numbers = {type(low), type(high)} <= {float, int}
     if x.dtype is torch.float32 and name in PIECEWISE and are_numbers:
         return _with_bits(x, inplace, name, low, high)
@@ -97,15 +104,20 @@ def piecewise(
         return None
     op, test = PIECES[name]
     which, *bounds = test(low, high)
-    bits = pack(TESTS[which](x, *bounds), Like.of(x))
+    if x.dtype in NARROW and are_numbers:
+        if name == "threshold":  # On CPU torch does not round it.
+            bounds = [_rounded(bound, x.dtype) for bound in bounds]
+        bits = _bits_of_test(x, which, *bounds)
+    else:
+        bits = pack(TESTS[which](x, *bounds), Like.of(x))
     return None if bits is None else (op(x, low, high, inplace), bits)
 
 
 def compare(x: Tensor, like: Like, test: str, low: float, high: float) -> Tensor | None:
     """The bits in one pass."""
-    if x.dtype is not torch.float32 or not _has_memory(x, like.stride):
+    if x.dtype not in NARROW or not _has_memory(x, like.stride):
         return None
-    return _bits(x, test, low, high)
+    return _bits_of_test(x, test, low, high)
 
 
 def pack(mask: Tensor, like: Like) -> Tensor | None:

@@ -35,11 +35,17 @@ class Like(NamedTuple):
 #: A mask is applied to a float as to an integer of its size.
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
+
+def _wide(x: Tensor) -> Tensor:
+    """As torch compares it with bounds that it does not round to 16 bits."""
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+
+
 #: Of an element and two bounds. The negations say what nan is to them.
 TESTS: dict[str, Callable[[Tensor, float, float], Tensor]] = {
     "above": lambda x, low, high: x > low,
     "within": lambda x, low, high: (x > low) & (x < high),
-    "not_outside": lambda x, low, high: ~((x <= low) | (x >= high)),
+    "not_outside": lambda x, low, high: ~((_wide(x) <= low) | (_wide(x) >= high)),
     "not_inside": lambda x, low, high: ~((x >= low) & (x <= high)),
 }
 

@@ -25,8 +25,8 @@ def to_bits(
     byte, element, is_byte, is_element = _places(size, BYTES)  # type: ignore[misc]
     v = tl.load(x + element, mask=is_element, other=0)
     w = v
+    wide = v.to(tl.float32) if v.dtype.primitive_bitwidth == 16 else v
     if KIND == "relu":
-        wide = v.to(tl.float32) if v.dtype.primitive_bitwidth == 16 else v
         flag = (wide > 0) | (wide != wide)
         w = tl.where(wide < 0, tl.zeros_like(v), v)
     elif KIND == "leaky_relu":
@@ -42,13 +42,13 @@ def to_bits(
         flag = (v < low) | (v > high) | (v != v)
         w = tl.where(flag, v, tl.zeros_like(v))
     elif KIND == "above":
-        flag = v > low
+        flag = wide > low
     elif KIND == "within":
-        flag = (v > low) & (v < high)
+        flag = (wide > low) & (wide < high)
     elif KIND == "not_outside":
-        flag = ((v <= low) | (v >= high)) == 0
+        flag = ((wide <= low) | (wide >= high)) == 0
     elif KIND == "not_inside":
-        flag = ((v >= low) & (v <= high)) == 0
+        flag = ((wide >= low) & (wide <= high)) == 0
     else:
         flag = v != 0
     if WRITES:

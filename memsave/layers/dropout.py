@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable
 from functools import lru_cache, partial
 
@@ -78,8 +79,26 @@ def _generator(device: torch.device) -> torch.Generator:
 def _fwd_rng(
     wrt: Mask, x: Tensor, *, p: float, inplace: bool = False
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    state = _generator(x.device).get_state()
-    return _primal(x, p=p, inplace=inplace), {"rng_state": state}
+    default = _generator(x.device)
+    if x.device.type != "cpu":
+        state = default.get_state()
+        return _primal(x, p=p, inplace=inplace), {"rng_state": state}
+    # From a generator of its own: between a look at the state and a draw, other threads may draw.
+    own = torch.Generator()
+    with _ONE_AT_A_TIME:
+        state = default.get_state()
+        own.set_state(state)
+        noise = _noise(x, p, own)
+        default.set_state(own.get_state())
+    return (x.mul_(noise) if inplace else x * noise), {"rng_state": state}
+
+
+_ONE_AT_A_TIME = threading.Lock()
+
+
+def _noise(x: Tensor, p: float, generator: torch.Generator) -> Tensor:
+    """What stock multiplies by on CPU."""
+    return torch.empty_like(x).bernoulli_(1 - p, generator=generator).div_(1 - p)
 
 
 def _bwd_rng(
@@ -87,16 +106,26 @@ def _bwd_rng(
 ) -> Grads:
     like = shapes["x"]
     assert like is not None
-    ones = torch.empty_strided(like.shape, like.stride, dtype=like.dtype, device=g.device).fill_(1)
-    generator = _generator(g.device)
+    with outside_of_vmap():
+        noise = _noise_again(like, g.device, saved["rng_state"], p, inplace)
+    return {"x": noise.mul_(g) if is_plain_gradient(g) else g * noise}
+
+
+def _noise_again(
+    like: Like, device: torch.device, state: Tensor, p: float, inplace: bool
+) -> Tensor:
+    x = torch.empty_strided(like.shape, like.stride, dtype=like.dtype, device=device)
+    if device.type == "cpu":
+        own = torch.Generator()
+        own.set_state(state)
+        return _noise(x, p, own)
+    generator = _generator(device)
     now = generator.get_state()
-    generator.set_state(saved["rng_state"])
+    generator.set_state(state)
     try:
-        with outside_of_vmap():
-            noise = _primal(ones, p=p, inplace=inplace)
+        return _primal(x.fill_(1), p=p, inplace=inplace)
     finally:
         generator.set_state(now)
-    return {"x": noise.mul_(g) if is_plain_gradient(g) else g * noise}
 
 
 def _node(
