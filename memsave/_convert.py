@@ -186,8 +186,8 @@ def _chosen(module: nn.Module, name: str, policy: Policy | None) -> Class:
 
 
 def _inputs(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(example_inputs, dict):
-        return (), example_inputs
+    if isinstance(example_inputs, Mapping):
+        return (), dict(example_inputs)
     return (example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)), {}
 
 

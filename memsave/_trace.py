@@ -9,6 +9,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from threading import get_ident
 from typing import Any, NamedTuple
 
 import torch
@@ -122,6 +123,7 @@ class Recorder(TorchFunctionMode):
         self._op = ""
         self._held: weakref.WeakSet[Held] = weakref.WeakSet()
         self._count = 0
+        self._thread = get_ident()
         self._references: list[StorageWeakRef] = []  # so that no address is used twice
         self._stack = ExitStack()
         self.calls: list[ModuleCall] = []
@@ -161,14 +163,18 @@ class Recorder(TorchFunctionMode):
         self._references += references
         return [reference.cdata for reference in references]
 
+    def _watches(self, module: nn.Module) -> bool:
+        """Whether a call of it is one to record. (Hooks see those of all threads.)"""
+        return get_ident() == self._thread and module in self._names
+
     def _enter(self, module: nn.Module, args: Any) -> None:
-        if module in self._names:
+        if self._watches(module):
             self._running.append(ModuleCall(self._names[module], [], []))
             self.calls.append(self._running[-1])
             self._saving.append([])
 
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if module not in self._names:
+        if not self._watches(module):
             return
         while self._running[-1].module != self._names[module]:  # left by an exception
             self._running.pop()
@@ -238,13 +244,13 @@ def _dry_state(
         owner = modules[name.rpartition(".")[0]]
         wanted = parameter.requires_grad if trainable is None else trainable(owner, name)
         if parameter not in made:
-            made[parameter] = _stand_in(parameter, fake, copy=False).requires_grad_(wanted)
+            made[parameter] = _stand_in(parameter, fake).requires_grad_(wanted)
         elif wanted:
             made[parameter].requires_grad_()
         put(name, made[parameter])
     for name, buffer in model.named_buffers(remove_duplicate=False):
         if buffer not in made:
-            made[buffer] = _stand_in(buffer, fake, copy=True)
+            made[buffer] = _stand_in(buffer, fake)
         put(name, made[buffer])
     return state
 
@@ -283,9 +289,9 @@ def _contents(module: nn.Module) -> list[tuple[Any, Any]]:
 _CONTAINERS = {list, dict, set, OrderedDict}
 
 
-def _stand_in(tensor: Tensor, fake: FakeTensorMode | None, *, copy: bool) -> Tensor:
+def _stand_in(tensor: Tensor, fake: FakeTensorMode | None) -> Tensor:
     if fake is None:
-        return tensor.detach().clone() if copy else tensor.detach()
+        return tensor.detach().clone()  # A forward may overwrite it.
     # A meta tensor has no device of its own; any serves.
     device = "cpu" if tensor.device.type == "meta" else tensor.device
     with fake:
@@ -314,7 +320,7 @@ def run(
     state = _dry_state(model, trainable, mode)
 
     def stand_in(tensor: Tensor) -> Tensor:
-        return _stand_in(tensor, mode, copy=False).requires_grad_(tensor.requires_grad)
+        return _stand_in(tensor, mode).requires_grad_(tensor.requires_grad)
 
     inputs, kwargs = tree_map_only(Tensor, stand_in, (inputs, kwargs))
     with (

@@ -26,6 +26,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from threading import get_ident
 from typing import Any, NamedTuple
 
 import torch
@@ -87,7 +88,8 @@ class Call(NamedTuple):
 
 
 RULES: dict[str, Rule] = {}
-_observer: Callable[[Call], None] | None = None
+#: By thread. (Mostly none, which is quick to see.)
+_observers: dict[int, Callable[[Call], None]] = {}
 
 
 def define(
@@ -171,7 +173,7 @@ def differentiable(rule: Rule) -> Callable[..., Any]:
     apply = super(Function, function).apply  # type: ignore[misc]
 
     def layer(*args: Any, **options: Any) -> Any:
-        if not is_dynamo_compiling() and _observer is None and nodes is not None:
+        if not is_dynamo_compiling() and not _observers and nodes is not None:
             bits = nodes.wanted(wantable, args)
             if bits is not None and (run := at_once[bits]) is not None:
                 y = run(*args, **options)
@@ -194,9 +196,9 @@ def differentiable(rule: Rule) -> Callable[..., Any]:
         plan = plans[wanted]
         if plan.is_stock and not (unless is not None and unless(**options)):
             y = primal(*args, **options)
-            if _observer is not None:
+            if _observers:
                 arrays = {**dict(zip(names, args, strict=True)), "y": _first(y)}
-                _observer(Call(row, plan.wrt, arrays, options))
+                _tell(Call(row, plan.wrt, arrays, options))
         elif (
             autocast is not None
             and (compiling or _is_any_autocast_enabled())
@@ -296,9 +298,9 @@ def _function(rule: Rule) -> type[Function]:
         ctx.call = plan, options, shapes
         if inplace:
             ctx.mark_dirty(args[0])
-        if _observer is not None:
+        if _observers:
             named = dict(zip(everything, arrays, strict=True))
-            _observer(Call(row, plan.wrt, named | extras, options))
+            _tell(Call(row, plan.wrt, named | extras, options))
         if smooth:
             return y, *[extras[name] for name in row.extras if name in plan.saves]
         if isinstance(result, tuple):
@@ -351,13 +353,21 @@ def _asks_for_layers() -> bool:
 
 @contextmanager
 def observe(observer: Callable[[Call], None]) -> Iterator[None]:
-    """Report every layer call that wants a gradient (not inside compiled code)."""
-    global _observer
-    before, _observer = _observer, observer
+    """Report every layer call of this thread that wants a gradient (not inside compiled code)."""
+    thread = get_ident()
+    before = _observers.get(thread)
+    _observers[thread] = observer
     try:
         yield
     finally:
-        _observer = before
+        del _observers[thread]
+        if before is not None:
+            _observers[thread] = before
+
+
+def _tell(call: Call) -> None:
+    if (observer := _observers.get(get_ident())) is not None:
+        observer(call)
 
 
 def _first(y: Any) -> Tensor:
@@ -437,7 +447,7 @@ def for_stock(
         casts: Whether autocast is to cast the arguments: it keeps the copies, also of parameters.
         has_bias: Whether there is one; otherwise it is ``None``.
     """
-    if is_dynamo_compiling() or _observer is not None:
+    if is_dynamo_compiling() or _observers:
         return None
     if nodes is not None:
         return nodes.for_stock(module._parameters, wanted, input, casts, has_bias)

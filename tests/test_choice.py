@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import UserDict
 from typing import Any
 
 import pytest
@@ -204,12 +205,12 @@ class Two(nn.Module):
 
 
 @pytest.mark.parametrize("by_values", [False, True])
-@pytest.mark.parametrize("keywords", [False, True])
-def test_inputs(by_values: bool, keywords: bool) -> None:
+@pytest.mark.parametrize("form", [tuple, dict, UserDict])  # (A tokenizer returns a UserDict.)
+def test_inputs(by_values: bool, form: Any) -> None:
     x, scale = -torch.rand(4, WIDTH), torch.ones(WIDTH)
     model = Two(by_values)
     mean, drawn = model.norm.running_mean.clone(), torch.get_rng_state()
-    memsave.convert(model, {"x": x, "scale": scale} if keywords else (x, scale))
+    memsave.convert(model, (x, scale) if form is tuple else form({"x": x, "scale": scale}))
     assert type(model.act) is memsave.nn.ReLU
     assert torch.equal(model.norm.running_mean, mean)
     assert torch.equal(torch.get_rng_state(), drawn)

@@ -1,6 +1,7 @@
 """The report: it measures what autograd keeps, agrees with the table, and says why."""
 
 import gc
+import threading
 from functools import partial
 
 import pytest
@@ -288,6 +289,9 @@ class Remembering(nn.Module):
         self.mask = self.tables[4] = x > 0
         self.shapes.append(x.shape)
         self.newly = x
+        with torch.no_grad():
+            x.abs_()
+            self.layer.weight.mul_(2)
         # As PEFT does to the parameters that it targets.
         parametrize.register_parametrization(self.layer, "weight", nn.Identity())
         y = self.again(self.layer(x) * self.table)
@@ -311,7 +315,9 @@ def test_a_dry_run_leaves_no_trace_in_the_model(dry_run, needs_values):
     weight, shapes, tables = model.layer.weight, model.shapes, model.tables
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     names = vars(model).keys()
-    dry_run(model, torch.randn(2, 4))
+    x = -torch.ones(2, 4)
+    dry_run(model, x)
+    assert x.equal(-torch.ones(2, 4))
     assert vars(model).keys() == names
     assert (model.table, model.mask) == (None, None)
     assert model.shapes is shapes == []
@@ -323,3 +329,23 @@ def test_a_dry_run_leaves_no_trace_in_the_model(dry_run, needs_values):
     assert after.keys() == state.keys()
     assert all(type(after[name]) is torch.Tensor for name in state)
     torch.testing.assert_close(after, state, rtol=0, atol=0)
+
+
+def test_what_other_threads_do_meanwhile_is_not_reported():
+    class Waits(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            other = threading.Thread(target=lambda: train(torch.ones(9, requires_grad=True)))
+            other.start()
+            other.join()
+            return x * 1
+
+    def train(x: torch.Tensor) -> None:
+        kept.append(act(x))  # of this very model, too
+        kept[-1].sum().backward()
+
+    kept: list[torch.Tensor] = []
+    act = memsave.nn.LeakyReLU()
+    model = nn.Sequential(nn.Linear(16, 16), act, Waits())
+    report = memsave.report(model, torch.ones(16))
+    assert len(kept) > 0
+    assert report.table == report.now == report.converted == 2
