@@ -317,9 +317,11 @@ def _function(rule: Rule) -> type[Function]:
         named = zip(plan.saves, ctx.saved_tensors)  # noqa: B905 (a keyword costs as much again)
         compiling = is_dynamo_compiling()
         saved = dict(named) if compiling else plan.residuals(named)
-        if (compiling or _is_any_autocast_enabled()) and amp_enabled(given.device.type):
-            # The caller may run backward under autocast; gradients have the dtypes of forward.
-            with torch.autocast(given.device.type, enabled=False):
+        device = given.device.type
+        # The caller may run backward under autocast; gradients have the dtypes of forward. (To be
+        # compiled, it is traced under that of the whole forward, which is not known here.)
+        if device in _AUTOCAST if compiling else _is_any_autocast_enabled() and amp_enabled(device):
+            with torch.autocast(device, enabled=False):
                 grads = bwd(g, plan.wrt, saved, shapes, **options)
         else:
             grads = bwd(g, plan.wrt, saved, shapes, **options)

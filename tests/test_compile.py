@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.utils.checkpoint
 from helpers import every_row, inputs, options, ours, outcome, same, stock
-from torch import nn
+from torch import Tensor, nn
 from torch._dynamo import compiled_autograd
 
 import memsave
@@ -153,6 +153,45 @@ def test_autocast(half: torch.dtype) -> None:
             return kept(model, function, x)
 
     assert size(model, ours_run) < size(stock_model, stock_run)
+
+
+class Wide(nn.Module):
+    """A layer in float32 within autocast."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return self.layer(x.float())
+
+
+PADDED = {
+    "by zeros": {},
+    "by a reflection": {"padding_mode": "reflect"},
+    "to the same size": {"kernel_size": 4, "padding": "same"},
+}
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("padded", PADDED)
+def test_backward_outside_of_autocast(padded: str, wide: bool, trained: bool) -> None:
+    """Under which the compiler traces it."""
+    options = {"kernel_size": 3, "padding": 1, **PADDED[padded]}
+    stock_model, model = helpers.pair(lambda: nn.Conv2d(8, 8, **options), torch.float32)
+    results = []
+    for layer, backend in ((stock_model, None), (model, "aot_eager")):
+        layer.requires_grad_(trained)
+        module = Wide(layer) if wide else layer
+        x = helpers.module_input(nn.Conv2d).repeat(1, 2, 2, 2).detach().float().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            y = (compiled(module, backend) if backend else module)(x)
+        y.float().square().sum().backward()
+        results.append([y, x.grad, layer.weight.grad])
+    tolerance = 1e-5 if wide else 5e-2
+    same(*results, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])

@@ -10,6 +10,7 @@ import math
 import helpers
 import pytest
 import torch
+import torch.nn.functional as F
 from helpers import same
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize, prune
@@ -66,6 +67,72 @@ def test_padding_mode_with_a_pad_per_axis(frozen: bool) -> None:
         lambda m: m.Conv2d(2, 3, 3, 2, padding=(0, 3), padding_mode="reflect").double(),
         2, 2, 6, 5, frozen=frozen,
     )  # fmt: skip
+
+
+PADDED = {"padding": 1, "padding_mode": "circular"}
+
+
+def _with_own_convolution(conv: nn.Module) -> None:
+    """As for images that tile seamlessly."""
+
+    def around(self: nn.Module, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return F.conv2d(F.pad(x, (1, 1, 0, 0), mode="circular"), weight, bias, padding=(1, 0))
+
+    conv._conv_forward = around.__get__(conv)
+
+
+@pytest.mark.parametrize("wanted", [False, True])
+@pytest.mark.parametrize("is_converted_before", [False, True])
+@pytest.mark.parametrize(
+    ("options", "change"),
+    [
+        ({"padding": 1}, _with_own_convolution),
+        (PADDED, lambda m: setattr(m, "_reversed_padding_repeated_twice", [1, 1, 0, 0])),
+        (PADDED, lambda m: setattr(m, "padding", (0, 0))),
+        (PADDED, lambda m: setattr(m, "padding_mode", "zeros")),
+    ],
+    ids=["_conv_forward", "_reversed_padding_repeated_twice", "padding", "padding_mode"],
+)
+def test_what_is_changed_of_a_convolution(options, change, is_converted_before, wanted) -> None:
+    """Was ignored, where the stock layer goes by it."""
+    results = []
+    for convert in (None, memsave.convert):
+        torch.manual_seed(0)
+        conv = nn.Conv2d(2, 3, 3, **options).double().requires_grad_(wanted)
+        steps = [change, convert or (lambda m: m)]
+        for step in reversed(steps) if is_converted_before else steps:
+            step(conv)
+        x = torch.randn(2, 2, 5, 5, dtype=torch.float64, requires_grad=True)
+        results.append(helpers.step(conv, x))
+    same(*results)
+
+
+@pytest.mark.parametrize("padding", [0, 1, "same", "valid"])
+@pytest.mark.parametrize("mode", ["reflect", "replicate", "circular"])
+def test_layout_of_padded_convolutions(mode: str, padding: str | int) -> None:
+    """Padding by nothing makes another layout, too, and with it other last digits."""
+    results = []
+    for m in (nn, memsave.nn):
+        torch.manual_seed(0)
+        conv = m.Conv2d(3, 6, 3, padding=padding, padding_mode=mode, bias=False)
+        x = torch.randn(2, 3, 9, 9).to(memory_format=torch.channels_last)
+        results.append(conv(x.requires_grad_()))
+    same(*results, layout=True, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("mode", ["reflect", "replicate", "circular"])
+def test_padded_convolutions_under_autocast(mode: str) -> None:
+    """Gradients of what was copied were added in 16 bits."""
+    results = []
+    for m in (nn, memsave.nn):
+        torch.manual_seed(0)
+        conv = m.Conv2d(4, 6, 3, padding=1, padding_mode=mode)
+        x = torch.randn(2, 4, 9, 9, requires_grad=True)
+        with torch.autocast("cpu", torch.bfloat16):
+            y = conv(x)
+        y.float().square().sum().backward()
+        results.append((y, x.grad, conv.weight.grad))
+    same(*results, rtol=0, atol=1e-4)
 
 
 def test_relu_of_infinities() -> None:
