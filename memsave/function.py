@@ -440,9 +440,9 @@ def for_stock(
 
     It may if no gradient is wanted, or one of those with which the stock op keeps no bytes beyond
     those of the row: what the row says, and parameters and buffers, which live anyway. It spares
-    the time of the engine. (But not while somebody observes what layers keep, or traces, or a mode
-    sees functions: so that it may be torch's function below the one of ``torch.nn.functional``. Nor
-    with tensors of other classes, and of what is no parameter, or is computed.)
+    the time of the engine. (But not while somebody observes what layers keep, or traces; nor with
+    tensors of other classes, and of what is no parameter, or is computed. Whether a mode is on
+    makes no difference: a checkpoint may run the layer once with and once without.)
 
     Args:
         wanted: Which gradients, the sum of some of :data:`INPUT`, :data:`WEIGHT`, :data:`BIAS`.
@@ -453,7 +453,7 @@ def for_stock(
         return None
     if nodes is not None:
         return nodes.for_stock(module._parameters, wanted, input, casts, has_bias)
-    if compiler._is_compiling_flag or _is_tracing() or _len_torch_function_stack():
+    if compiler._is_compiling_flag or _is_tracing():
         return None
     own = module._parameters if has_bias else {**module._parameters, "bias": None}
     if (casts and _is_any_autocast_enabled()) or not own.keys() >= {"weight", "bias"}:

@@ -22,6 +22,7 @@ from torch import Tensor, fx, nn
 from torch.autograd import forward_ad
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.nn.utils import parametrizations
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -234,6 +235,37 @@ def test_checkpoint(row: Layer, reentrant: bool) -> None:
 
     actual, expected = both(row, run)
     same(actual, expected)
+
+
+class Functions(TorchFunctionMode):
+    """Sees functions, and does nothing."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+@helpers.every_class
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("mode", [Functions, Ops, memsave.functional_mode])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_checkpoint_that_runs_again_in_another_mode(cls, frozen: bool, mode, where: str) -> None:
+    """What it keeps, and in which order, must be the same."""
+    for drop_in in helpers.drop_ins(cls):
+        results = []
+        for layer in map(helpers.build, (cls, drop_in)):
+            for parameter in layer.parameters():
+                parameter.requires_grad_(not frozen)
+            x = helpers.module_input(cls)
+            torch.manual_seed(2)
+            with mode() if where == "forward" else contextlib.nullcontext():
+                y = checkpoint(layer, x, use_reentrant=False)
+            if not y.requires_grad:
+                continue
+            with mode() if where == "backward" else contextlib.nullcontext():
+                y.backward(helpers.cotangent(y))
+            results.append([y, *(t.grad for t in (x, *layer.parameters()))])
+        if results:
+            same(*results)
 
 
 @every_row

@@ -85,7 +85,6 @@ def test_they_are_used_and_keep_the_same_bits(row: Layer) -> None:
         with saved_tensors_hooks(lambda t, kept=kept: kept.append(t) or t, lambda t: t):
             args |= TAKES.get(row.name, lambda args: {})(args)
             y = layer(*args.values(), **not_stock(row))
-        kept.sort(key=lambda tensor: tuple(tensor.shape))
         results.append((type(y.grad_fn).__name__, y, kept, y.grad_fn.name()))
     (used, y, kept, name), (other, expected, also_kept, also_named) = results
     assert used == "MemsaveLayerBackward" != other
@@ -650,8 +649,6 @@ def test_what_stock_takes_at_once() -> None:
     assert function.for_stock(layer, function.WEIGHT, x) is None
     with torch.no_grad():
         assert function.for_stock(layer, function.WEIGHT, x) == own
-    with FunctionMode():
-        assert function.for_stock(layer, other, x) is None
     with torch.autocast("cpu"):
         assert function.for_stock(layer, other, x, True) is None
         assert function.for_stock(layer, other, x) == own

@@ -371,8 +371,7 @@ PyObject *for_stock(PyObject *, PyObject *const *args, Py_ssize_t count) {
     static PyObject *const names[] = {PyUnicode_InternFromString("weight"), PyUnicode_InternFromString("bias")};
     const auto &autocast = c10::autocast_dispatch_keyset;
     const bool casts = args[3] == Py_True && !c10::impl::tls_local_dispatch_key_set().excluded_.has_all(autocast);
-    const bool traced = at::impl::PythonTorchFunctionTLS::stack_len() || torch::jit::tracer::isTracing();
-    if (traced || casts) Py_RETURN_NONE;
+    if (torch::jit::tracer::isTracing() || casts) Py_RETURN_NONE;
     const bool enabled = at::GradMode::is_enabled();
     PyObject *found[] = {args[2], nullptr, Py_None};
     long wanted = 0;
@@ -454,10 +453,10 @@ PyObject *bits(PyObject *, PyObject *const *args, Py_ssize_t count) {
         pybind11::gil_scoped_release unlocked;
         at::AutoDispatchBelowADInplaceOrView guard;
         made.y = softshrinks ? at::softshrink(*x, number[1]) : inplace ? *x : memory_like(*x);
-        made.kept = {empty_bits(x->numel())};
-        run(loop, *x, made.y, made.kept[0], number[0], number[1]);
+        if (also != Py_None) made.kept.push_back(THPVariable_Unpack(also));
+        made.kept.push_back(empty_bits(x->numel()));
+        run(loop, *x, made.y, made.kept.back(), number[0], number[1]);
     }
-    if (also != Py_None) made.kept.push_back(THPVariable_Unpack(also));
     made.inplace = inplace;
     made.call["family"] = family;
     if (family != SELECT) made.call["a"] = number[2], made.call["b"] = number[3];
@@ -478,7 +477,7 @@ Tensor by_bits(AutogradContext *ctx, const Tensor &g, const Tensor &bits) {
 }
 
 Tensor bits_backward(AutogradContext *ctx, const Tensor &g) {
-    return by_bits(ctx, g, ctx->get_saved_variables()[0]);
+    return by_bits(ctx, g, ctx->get_saved_variables().back());
 }
 
 /* Dropout that keeps bits, or the state of the generator to draw them again. */
@@ -1155,8 +1154,7 @@ PyObject *instance_norm(PyObject *, PyObject *const *args, Py_ssize_t count) {
         const auto [y, mean, rstd] = at::native_batch_norm(as_one(*x), weight, bias, {}, {}, true, 0, eps);
         const at::IntArrayRef shape = x->sizes().slice(0, 2);
         made.y = y.view(x->sizes());
-        made.kept = {*x, mean.view(shape), rstd.view(shape)};
-        if (weight) made.kept.push_back(vectors[0]);
+        made.kept = {*x, vectors[0], mean.view(shape), rstd.view(shape)};
     }
     made.call["eps"] = eps;
     return layer(args[0], *x, INSTANCE_NORM, made);
@@ -1167,9 +1165,9 @@ PyObject *instance_norm(PyObject *, PyObject *const *args, Py_ssize_t count) {
 Tensor instance_norm_backward(AutogradContext *ctx, const Tensor &g) {
     const auto kept = ctx->get_saved_variables();
     const double eps = ctx->saved_data.at("eps").toDouble();
-    const auto weight = for_each_example(kept.size() > 3 ? kept[3] : Tensor(), g);
+    const auto weight = for_each_example(kept[1], g);
     const auto grads = at::native_batch_norm_backward(as_one(g), as_one(kept[0]), weight, {}, {},
-                                                      kept[1].flatten(), kept[2].flatten(), true, eps,
+                                                      kept[2].flatten(), kept[3].flatten(), true, eps,
                                                       {true, false, false});
     return std::get<0>(grads).view(g.sizes());
 }
@@ -1191,7 +1189,7 @@ struct Norms : Function<Norms> {
     static variable_list norm_backward(AutogradContext *ctx, const variable_list &gs, const bool *wanted);
 };
 
-enum Kept { ARRAY, RSTD, WEIGHT, BIAS };
+enum Kept { X, WEIGHT, BIAS, Y, RSTD }; /* in the order of the rule; of X and Y one */
 enum { MOST_FEATURES = 16384 }; /* of parameters whose values are looked at by each call */
 
 /* A parameter of so many features that a loop can read beside x. */
@@ -1238,8 +1236,8 @@ PyObject *norm(PyObject *, PyObject *const *args, Py_ssize_t count) {
             std::tie(made.y, made.also) = at::_fused_rms_norm(*x, {features}, vectors[0], least);
             made.also = made.also.squeeze(-1);
         }
-        made.kept.resize(4);
-        made.kept[ARRAY] = from_y ? made.y : *x;
+        made.kept.resize(RSTD + 1);
+        made.kept[from_y ? Y : X] = from_y ? made.y : *x;
         if (wants_x || !from_y) made.kept[RSTD] = made.also;
         if (wants_x || from_y) made.kept[WEIGHT] = vectors[0].value_or(Tensor());
         if (from_y) made.kept[BIAS] = vectors[1].value_or(Tensor());
@@ -1305,7 +1303,7 @@ PyObject *is_invertible(PyObject *, PyObject *const *args, Py_ssize_t count) {
 /* By operations that have derivatives: of (n, groups, k, places). */
 variable_list norm_by_operations(const variable_list &gs, const variable_list &kept, const bool *wanted,
                                  int64_t groups, bool from_y, bool centered) {
-    const Tensor &array = kept[ARRAY];
+    const Tensor &array = kept[from_y ? Y : X];
     const int64_t n = groups ? array.size(0) : array.numel() / array.size(-1);
     const int64_t per = groups ? array.size(1) / groups : array.size(-1), g0 = std::max<int64_t>(groups, 1);
     const auto grouped = [&](const Tensor &t) { return t.reshape({n, g0, per, -1}); };
@@ -1347,15 +1345,15 @@ variable_list Norms::norm_backward(AutogradContext *ctx, const variable_list &gs
     const int64_t groups = ctx->saved_data.at("groups").toInt();
     const bool from_y = ctx->saved_data.at("from_y").toBool();
     const bool centered = ctx->saved_data.at("centered").toBool();
-    const Tensor &array = kept[ARRAY];
+    const Tensor &array = kept[from_y ? Y : X];
     bool fast = !gs[1].defined() && is_final(gs[0]) &&
                 gs[0].sizes() == array.sizes() && gs[0].scalar_type() == array.scalar_type();
     const int64_t features = groups ? array.size(1) : array.size(-1), count = std::max<int64_t>(groups, 1);
     const int64_t places = groups ? array.numel() / (array.size(0) * features) : 1;
     const int64_t rows = array.numel() / (features / count * places);
-    for (int k = ARRAY; k <= BIAS; k++) {
+    for (int k = X; k <= RSTD; k++) {
         const Tensor &one = kept[k];
-        const int64_t elements = k == ARRAY ? array.numel() : k == RSTD ? rows : features;
+        const int64_t elements = k == X || k == Y ? array.numel() : k == RSTD ? rows : features;
         fast = fast && (!one.defined() || (is_plain(one) && one.is_contiguous() && one.numel() == elements &&
                                            one.scalar_type() == array.scalar_type()));
     }
@@ -1519,7 +1517,7 @@ PyMethodDef methods[] = {
     {"bits", FAST(bits),
      "bits(row, x, loop, inplace, low, high, family, a, b, softshrinks, also): x by a loop (or by softshrink "
      "to high) that says bits, of which backward makes g, or +0 (family 0); g * a, or +0 (1); "
-     "g * a, or g * b (2). It keeps the bits and, if it is not None, what it is to keep also"},
+     "g * a, or g * b (2). It keeps what it is to keep also, if that is not None, and the bits"},
     {"dropout", FAST(dropout), "dropout(row, x, p, factor, inplace, from_rng)"},
     {"bernoulli", FAST(bernoulli), "bernoulli(x, p): bits, one for each element of x, in storage order"},
     {"feature_dropout", FAST(feature_dropout), "feature_dropout(row, x, p)"},

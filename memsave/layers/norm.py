@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._C import _len_torch_function_stack
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.compiler import is_dynamo_compiling
 
@@ -487,7 +488,9 @@ class LayerNorm(nn.LayerNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         if (own := for_stock(self, INPUT | WEIGHT, input)) is not None:
-            return torch.layer_norm(input, self.normalized_shape, *own, self.eps)
+            # (Without what F.layer_norm does for those who look at functions.)
+            stock = F.layer_norm if _len_torch_function_stack() else torch.layer_norm
+            return stock(input, self.normalized_shape, *own, self.eps)
         return layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
 
 
