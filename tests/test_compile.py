@@ -194,6 +194,21 @@ def test_backward_outside_of_autocast(padded: str, wide: bool, trained: bool) ->
     same(*results, rtol=tolerance, atol=tolerance)
 
 
+def test_layers_between_breaks_of_the_graph() -> None:
+    """Each class is compiled for itself."""
+
+    class Net(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self:
+                x = layer(x)
+                torch._dynamo.graph_break()
+            return x
+
+    model = memsave.convert(Net(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Dropout(0.0)))
+    with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=True):
+        torch.compile(model, backend="eager")(helpers.image(dtype=torch.float32))
+
+
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_without_gradients(mode) -> None:
     stock_model, model = frozen()

@@ -1208,3 +1208,23 @@ def test_dropout_from_rng_while_another_thread_draws(monkeypatch: pytest.MonkeyP
     (dx,) = torch.autograd.grad(y.sum(), x)
     same(dx, y, rtol=0, atol=0)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("cls", [nn.LayerNorm, nn.RMSNorm])
+def test_norms_over_several_axes_return_no_views(cls) -> None:
+    """So that what works of stock's outputs does."""
+    for layer in (cls((3, 6)), helpers.drop_ins(cls)[0]((3, 6))):
+        layer.weight.requires_grad_(False)
+        y = layer(torch.randn(2, 3, 6, requires_grad=True))
+        assert not y.detach_().requires_grad
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_without_a_shape() -> None:
+    results = []
+    for layer in (nn.LayerNorm(6), memsave.nn.LayerNorm(6)):
+        layer.weight.requires_grad_(False)
+        y = layer(torch.nested.nested_tensor([torch.ones(2, 6), torch.ones(3, 6)]))
+        sum(one.sum() for one in y.unbind()).backward()
+        results.append([*y.unbind(), layer.bias.grad])
+    same(*results)

@@ -88,6 +88,7 @@ def test_they_are_used_and_keep_the_same_bits(row: Layer) -> None:
         results.append((type(y.grad_fn).__name__, y, kept, y.grad_fn.name()))
     (used, y, kept, name), (other, expected, also_kept, also_named) = results
     assert used == "MemsaveLayerBackward" != other
+    assert isinstance(y.grad_fn, torch.autograd.graph.Node)
     assert name == also_named
     same(y, expected, rtol=0, atol=0)
     same(kept, also_kept, rtol=0, atol=0)

@@ -22,7 +22,7 @@ from .memory import FORMATS, in_order
 from .reference import PIECES, TESTS, Like, Rows, Windows
 
 #: That of loops.h.
-INTERFACE = 10
+INTERFACE = 11
 
 
 def check(module: ModuleType) -> None:

@@ -1473,7 +1473,7 @@ PyObject *batch_norm_eval(PyObject *, PyObject *const *args, Py_ssize_t count) {
 
 /* To Python, as the functions of torch itself. */
 template <typename T>
-void show() {
+PyTypeObject *show() {
     using namespace torch::autograd;
     static PyTypeObject type = {PyVarObject_HEAD_INIT(nullptr, 0)};
     static PyGetSetDef properties[] = {THP_FUNCTION_DEFAULT_PROPERTIES, {nullptr}};
@@ -1486,6 +1486,7 @@ void show() {
         {nullptr}};
     _initFunctionPyTypeObject(type, "MemsaveLayerBackward", properties, functions);
     registerCppFunction(typeid(CppNode<T>), &type);
+    return &type;
 }
 
 PyObject *connect(PyObject *, PyObject *args) {
@@ -1499,14 +1500,12 @@ PyObject *connect(PyObject *, PyObject *args) {
     loops = (const Loops *)PyCapsule_GetPointer(capsule, LOOPS);
     if (!loops) return nullptr;
 
-    show<Layer>();
-    show<Norms>();
-    Py_RETURN_NONE;
+    return PyTuple_Pack(2, show<Layer>(), show<Norms>());
 }
 
 #define FAST(NAME) (PyCFunction)(void (*)()) NAME, METH_FASTCALL
 PyMethodDef methods[] = {
-    {"connect", connect, METH_VARARGS, "connect(loops, families): to those of native.c"},
+    {"connect", connect, METH_VARARGS, "connect(loops, families): to those of native.c. The types of nodes, as Python sees them"},
     {"wanted", FAST(wanted),
      "wanted(places, args): of which of these places gradients are wanted, as bits; None if an argument is "
      "neither None nor a plain tensor of the CPU, or anything is on that gives operations another meaning"},

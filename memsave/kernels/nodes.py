@@ -22,7 +22,8 @@ native.check(_nodes)
 _native = native._native
 BACKWARD = ("select", "part", "scale")
 LOOPS_OF_NODES = (*BACKWARD, "nonzero", "rest", "tanh2", "logistic")  # in this order
-_nodes.connect(_native.loops, tuple(getattr(_native, name) for name in LOOPS_OF_NODES))
+for _node in _nodes.connect(_native.loops, tuple(getattr(_native, f) for f in LOOPS_OF_NODES)):
+    torch.autograd.graph.Node.register(_node)
 
 #: ``wanted(places, args)``: of the arguments at these places (in order), whose gradients are
 #: wanted, as bits of a number; ``None`` if an argument is neither ``None`` nor a plain tensor of

@@ -368,7 +368,7 @@ def _over_last(
         return input, *params
     dims = len(normalized_shape)
     shape = tuple(normalized_shape)
-    if is_traced(input) or not dims or input.shape[-dims:] != shape:
+    if is_traced(input) or input.is_nested or not dims or input.shape[-dims:] != shape:
         return None
     for param in params:
         if param is not None and param.shape != shape:
@@ -378,8 +378,11 @@ def _over_last(
     return input.flatten(-dims), *[None if param is None else param.flatten() for param in params]
 
 
-def _shaped(y: Tensor, input: Tensor) -> Tensor:
-    return y if y.ndim == input.ndim else y.view(input.shape)
+def _shaped(y: Tensor, input: Tensor, is_kept: bool = False) -> Tensor:
+    """Of the input's shape, and no view, as stock's (but that what is kept must not change)."""
+    if y.ndim == input.ndim:
+        return y
+    return y.view(input.shape) if is_kept else torch.ops.aten._unsafe_view(y, input.shape)
 
 
 def layer_norm(
@@ -505,7 +508,7 @@ class LayerNormFromOutput(nn.LayerNorm):
         flat = _over_last(input, self.normalized_shape, weight, bias)
         if flat is None or not is_invertible(input, weight, bias):
             return layer_norm(input, self.normalized_shape, weight, bias, self.eps)
-        return _shaped(_layer_norm_from_output(*flat, eps=self.eps), input)
+        return _shaped(_layer_norm_from_output(*flat, eps=self.eps), input, True)
 
 
 @drop_in(spec.RMS_NORM)
@@ -527,4 +530,4 @@ class RMSNormFromOutput(nn.RMSNorm):
         flat = _over_last(x, self.normalized_shape, weight)
         if flat is None or not is_invertible(x, weight, None):
             return rms_norm(x, self.normalized_shape, weight, self.eps)
-        return _shaped(_rms_norm_from_output(*flat, eps=self.eps), x)
+        return _shaped(_rms_norm_from_output(*flat, eps=self.eps), x, True)
