@@ -92,6 +92,10 @@ class _Converted:
     every call of a method, and every submodule that becomes an attribute.
     """
 
+    def __init_subclass__(cls) -> None:
+        """Without what the model's own classes do for each of theirs, which they have done."""
+        nn.Module.__init_subclass__.__func__(cls)  # type: ignore[attr-defined]
+
     def _call_wrapped_method(self, *args: Any, **kwargs: Any) -> Any:
         with _active(True), nn.intercept_methods(_replace):
             return super()._call_wrapped_method(*args, **kwargs)  # type: ignore[misc]

@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import logging
 import warnings
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from types import FunctionType
 from typing import Any, TypeVar
@@ -178,9 +179,8 @@ def _out_of_reach(node: Any) -> Iterator[tuple[str, Status, str]]:
             for name, member in vars(cls).items()
             if name not in ("__init__", "__post_init__")
         ]
-        layer = type(node).__name__
     else:
-        members, layer = [node], getattr(unwrapped(node), "__name__", "")
+        members = [node]
     users = {}
     for member in members:
         code = unwrapped(member, functions)
@@ -189,7 +189,8 @@ def _out_of_reach(node: Any) -> Iterator[tuple[str, Status, str]]:
     if users:
         names = [function.__name__ for function in users.values()]
         ours = ", ".join(f"memsave_jax.nnx.{name}" for name in names)
-        yield layer, "skipped", f"its code names {', '.join(names)}: use {ours} there"
+        layer = type(node) if isinstance(node, nnx.Module) else unwrapped(node)
+        yield layer.__name__, "skipped", f"its code names {', '.join(names)}: use {ours} there"
 
 
 def _is_library(function: FunctionType) -> bool:
@@ -214,14 +215,16 @@ def _choose(node: Any, name: str, policy: Policy | None) -> Any:
 
 def _map(change: Callable[[Path, Any], Any], node: Any, path: Path = (), seen: Any = None) -> Any:
     """Put ``change(path, node)`` in place of each module and leaf. Tuples, lists and dictionaries,
-    which others may hold, are made anew for it.
+    which others may hold, are made anew for it (but classes of the user's own stay as they are).
     """
     seen = {} if seen is None else seen  # by id, what has become of it (and itself, to stay alive)
     if isinstance(node, tuple):
         parts = [_map(change, part, (*path, k), seen) for k, part in enumerate(node)]
         if all(new is old for new, old in zip(parts, node, strict=True)):
             return node
-        return type(node)(*parts) if hasattr(node, "_fields") else type(node)(parts)
+        if hasattr(node, "_fields"):
+            return type(node)(*parts)
+        return tuple(parts) if type(node) is tuple else node
     if not isinstance(node, nnx.Pytree | list | dict):
         return change(path, node)
     if id(node) in seen:
@@ -237,11 +240,16 @@ def _map(change: Callable[[Path, Any], Any], node: Any, path: Path = (), seen: A
         if isinstance(node, nnx.Pytree):
             object.__setattr__(node, str(key), new)  # of the same kind: static stays static
             continue
+        if type(old) not in _CONTAINERS:
+            continue
         if node is old:
             node = copy.copy(old)
             seen[id(old)] = node, old
         node[key] = new
     return node
+
+
+_CONTAINERS = {list, dict, OrderedDict, defaultdict}
 
 
 def _parts(node: Any) -> list[tuple[Any, Any]]:

@@ -67,10 +67,11 @@ def unwrapped(value: Any, wanted: Collection[Any] = ()) -> Any:
     while not any(value is each for each in wanted):
         if isinstance(value, functools.partial):
             value = value.func
-        elif isinstance(value, staticmethod | classmethod) or hasattr(value, "__wrapped__"):
-            value = value.__wrapped__
         else:
-            break
+            try:
+                value = value.__wrapped__
+            except Exception:  # of whatever kind: it is no function, perhaps, but the user's own
+                break
     return value
 
 

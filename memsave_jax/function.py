@@ -290,10 +290,19 @@ def _forward(
 def _backward(
     rule: Rule, g: Any, wrt: Mask, saved: Saved, shapes: Shapes, options: dict[str, Any]
 ) -> Grads:
-    """The gradients in the dtypes of their arguments."""
+    """The gradients in the dtypes of their arguments, and as those lie on an ``Explicit`` mesh."""
     assert rule.bwd is not None
     grads = rule.bwd(g, wrt, Residuals.of(rule.row, wrt)(saved), shapes, **options)
-    return {name: grads[name].astype(shapes[name].dtype) for name in sorted(wrt)}
+    return {
+        name: _placed(grads[name].astype(shapes[name].dtype), shapes[name]) for name in sorted(wrt)
+    }
+
+
+def _placed(grad: Array, like: Any) -> Array:
+    found, spec = jax.typeof(grad).sharding, like.sharding.spec
+    if found.spec == spec:
+        return grad
+    return jax.sharding.reshard(grad, jax.sharding.NamedSharding(found.mesh, spec))
 
 
 def _no_tangent(aval: Any) -> Any:

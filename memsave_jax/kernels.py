@@ -28,9 +28,18 @@ def parts(x: Array) -> tuple[int, ...]:
 
 
 def is_packable(x: Array) -> bool:
-    """Whether the parts of the last axis are whole bytes, as far as JAX asks."""
-    count = parts(x)[-1] if jnp.ndim(x) else 1
-    return count == 1 or x.shape[-1] % (8 * count) == 0
+    """Whether the parts of the last axis are whole bytes, as far as JAX asks. (Of a size that is
+    not known, JAX cannot tell.)
+    """
+    if not jnp.ndim(x):
+        return True
+    count = parts(x)[-1]
+    return is_known(x.shape[-1:]) and (count == 1 or x.shape[-1] % (8 * count) == 0)
+
+
+def is_known(shape: tuple[Any, ...]) -> bool:
+    """Whether no size is a symbol, as those of ``jax.export`` may be."""
+    return all(isinstance(size, int) for size in shape)
 
 
 def pack(booleans: Array) -> Array:

@@ -469,12 +469,16 @@ def test_explicit_mesh(row: Layer, form: str, axis: int) -> None:
     spec[axis] = "data"
 
     def gradient(function_: Function) -> Any:
-        def loss(x: Array) -> Array:
-            args = {**call.args, name: x}
+        def loss(wanted: dict[str, Array]) -> Array:
+            args = {**call.args, **wanted}
             y = function_(*[args[name] for name in row.args], **call.options(call.key))
             return sum(jnp.sin(leaf).sum() for leaf in jax.tree.leaves(y))
 
-        return jax.grad(loss)(jax.device_put(x, NamedSharding(halves, PartitionSpec(*spec))))
+        whole = {name: call.args[name] for name in row.reads if call.args[name] is not None}
+        wanted = jax.device_put(whole, NamedSharding(halves, PartitionSpec()))
+        wanted[name] = jax.device_put(x, NamedSharding(halves, PartitionSpec(*spec)))
+        grads = jax.grad(loss)(wanted)
+        return grads, {name: jax.typeof(grad).sharding.spec for name, grad in grads.items()}
 
     with jax.set_mesh(halves), function.using(form):
         try:
@@ -482,7 +486,20 @@ def test_explicit_mesh(row: Layer, form: str, axis: int) -> None:
         except Exception as error:
             pytest.skip(f"stock raises {type(error).__name__}")
         actual = gradient(function.differentiable(rule))
-    assert_close(actual, expected)
+    assert_close(actual[0], expected[0])
+    assert actual[1] == expected[1]
+
+
+@every_form
+@pytest.mark.parametrize("axis", [0, 1, 3])
+def test_explicit_mesh_of_group_norm_of_images(form: str, axis: int) -> None:
+    halves = mesh(2, AxisType.Explicit)
+    spec = ["data" if k == axis else None for k in range(4)]
+    with jax.set_mesh(halves), function.using(form):
+        x = jax.device_put(jnp.arange(192.0).reshape(2, 6, 4, 4) % 7, PartitionSpec(*spec))
+        actual = jax.grad(lambda x: jnp.sin(F.group_norm(x, num_groups=2)).sum())(x)
+    with jax.set_mesh(halves), function.using("stock"):
+        assert_close(actual, jax.grad(lambda x: jnp.sin(F.group_norm(x, num_groups=2)).sum())(x))
 
 
 @every_form
@@ -567,6 +584,26 @@ def test_export(row: Layer, form: str) -> None:
     assert_close(
         ours, jax.jit(every(loss(calls(row, "stock")[frozenset(row.reads)])))(*call.wanted)
     )
+
+
+@every_row
+@pytest.mark.parametrize("known", [0, 1])
+def test_export_of_unknown_sizes(row: Layer, known: int) -> None:
+    """All of the input's, or all but the last."""
+    rule, wanted = JAX.rules[row.name], case(row, frozenset({next(iter(row.reads))}))
+    (x,) = Call(None, rule, wanted).wanted
+    names = [f"n{k}" if k < x.ndim - known else str(x.shape[k]) for k in range(x.ndim)]
+    unknown = jax.ShapeDtypeStruct(export.symbolic_shape(", ".join(names)), x.dtype)
+
+    def exported(layer: Function) -> Any:
+        step = jax.jit(every(loss(Call(layer, rule, wanted))))
+        return export.export(step)(unknown).call(x)
+
+    try:
+        expected = exported(rule.primal)
+    except (TypeError, ValueError, jax.errors.InconclusiveDimensionOperation) as error:
+        pytest.skip(f"stock raises {type(error).__name__}")
+    assert_close(exported(function.differentiable(rule)), expected)
 
 
 # Memory of the compiled program.
@@ -713,6 +750,21 @@ def test_norms_of_an_empty_batch(name: str, form: str) -> None:
 
     with function.using(form):
         assert jax.grad(loss)(jnp.ones((0, 6, 4))).shape == (0, 6, 4)
+
+
+def test_dtype_of_averages() -> None:
+    """Flax counts in the widest float, which is wider here."""
+    x = jnp.ones((1, 4, 4, 1), jnp.float32)
+    for options in (("SAME", False), ("SAME", True), ("VALID", False)):
+        pools = (pool(x, (3, 3), (2, 2), *options) for pool in (F.avg_pool, nn.avg_pool))
+        assert len({pool.dtype for pool in pools}) == 1
+
+
+def test_norms_of_arrays_of_numpy() -> None:
+    """Stock computes them by JAX."""
+    x = np.random.default_rng(0).normal(size=(2, 8, 8, 4)).astype(np.float32)
+    expected = nn.GroupNorm(2, use_scale=False, use_bias=False).apply({}, x)
+    np.testing.assert_array_equal(F.group_norm(x, num_groups=2), expected)
 
 
 @every_form

@@ -800,6 +800,29 @@ def test_no_module(verb: str, thing: Any, name: str) -> None:
         getattr(mnn, verb)(thing)
 
 
+def test_classes_that_register_their_subclasses() -> None:
+    """They hear of the user's classes alone."""
+    known = []
+
+    class Base(nn.Module):
+        def __init_subclass__(cls, *, key: str) -> None:
+            super().__init_subclass__()
+            known.append(key)
+
+    class Net(Base, key="net"):
+        width: int = 4
+
+        @nn.compact
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return nn.LayerNorm()(nn.Dense(self.width)(x))
+
+    model, x = mnn.convert(Net(width=3)), jnp.ones((2, 5))
+    assert known == ["net"]
+    expected, variables = Net(width=3).init_with_output(KEYS["params"], x)
+    np.testing.assert_array_equal(model.apply(variables, x), expected)
+    assert type(mnn.revert(model)) is Net
+
+
 def test_names() -> None:
     assert mnn.relu(jnp.ones(2)).shape == (2,)
     aliases = {"swish": "silu", "hard_swish": "hard_silu"}

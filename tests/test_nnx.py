@@ -1028,3 +1028,40 @@ def test_lists_and_numbers(layer, x) -> None:
     actual, expected = layer(mnnx)(x), layer(nnx)(x)
     assert actual.dtype == expected.dtype
     np.testing.assert_allclose(actual, expected, rtol=1e-6)
+
+
+class Pair(tuple):
+    """Cannot be made of what it iterates over."""
+
+    __slots__ = ()
+
+    def __new__(cls, first: object, second: object) -> Pair:
+        return super().__new__(cls, (first, second))
+
+
+class Lazy:
+    def __getattr__(self, name: str) -> object:
+        raise RuntimeError(name)
+
+
+class Frozen(dict):
+    def __setitem__(self, key: object, value: object) -> None:
+        raise TypeError("frozen")
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: Pair(nnx.relu, 1), Lazy, lambda: Frozen(a=nnx.relu)], ids=["0", "1", "2"]
+)
+def test_attributes_of_classes_of_the_users_own(make) -> None:
+    """What they hold stays as it is, and the rest is converted."""
+    extra = make()
+
+    class Model(nnx.Module):
+        def __init__(self) -> None:
+            self.extra = nnx.static(extra)
+            self.norm = nnx.LayerNorm(4, rngs=nnx.Rngs(0))
+
+    model = mnnx.convert(Model())
+    assert model.extra is extra
+    assert type(model.norm) is mnnx.LayerNorm
+    assert type(mnnx.revert(model).norm) is nnx.LayerNorm

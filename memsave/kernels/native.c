@@ -130,12 +130,14 @@ typedef struct {
 
 static inline Exponential exponential_of(float u) {
     u = u < -87 ? -87 : u > 88 ? 88 : u; /* (nan stays) */
-    const float round = 12582912, n = u * 1.44269504f + round - round; /* 1.5 * 2^23 */
+    const float whole = 12582912, rounded = u * 1.44269504f + whole, n = rounded - whole; /* 1.5 * 2^23 */
     const float r = u - n * 0.693359375f + n * 2.12194440e-4f;
     const float exponential = r * (1 + r * (1 / 2.f + r * (1 / 6.f + r * (1 / 24.f + r * (1 / 120.f +
                               r * (1 / 720.f + r * (1 / 5040.f)))))));
-    const uint32_t bits = (uint32_t)((int32_t)n + 127) << 23;
+    uint32_t bits;
     float power;
+    memcpy(&bits, &rounded, 4); /* those of whole, and n */
+    bits = (bits - 0x4B400000 + 127) << 23;
     memcpy(&power, &bits, 4);
     return (Exponential){power, power * exponential};
 }
@@ -689,7 +691,8 @@ UNPOOL(unpool_double)
 #undef T
 
 /* Threads are those of the OpenMP runtime that torch has loaded, if it has: others would compete
-   with them, which wait for more work actively. A fork has none of its parent's. */
+   with them, which wait for more work actively. A fork has none of its parent's. (Where these were
+   started by torch alone, that does not show, and a fork waits for ever, as in torch's operations.) */
 
 #if defined(__GNUC__) && !defined(_WIN32)
 #include <pthread.h>
@@ -722,6 +725,7 @@ static void part(void *data) {
 #endif
 
 static void run(Task task, size threads, size elements) {
+    if (!task.count) return;
 #if defined(__GNUC__) && !defined(_WIN32)
     if (threads > 1 && elements > GRAIN && !is_fork && GOMP_parallel && omp_get_thread_num &&
         omp_get_num_threads) {
@@ -983,15 +987,18 @@ static PyObject *to_bits(PyObject *module, PyObject *const *args, Py_ssize_t cou
     if (count < 3 || count > 6)
         return PyErr_SetString(PyExc_TypeError, "to_bits takes 3 to 6 arguments"), NULL;
     PyObject *x = args[1], *inplace = args[2], *y, *bits = NULL, *result;
-    const int can = begin(&pass, PyLong_AsSsize_t(args[0]), x, argument(args, count, 3),
-                          argument(args, count, 4), argument(args, count, 5));
+    const size family = PyLong_AsSsize_t(args[0]);
+    const int overwrites = inplace == Py_None ? 0 : PyObject_IsTrue(inplace);
+    if ((family == -1 && PyErr_Occurred()) || overwrites < 0) return NULL;
+    const int can = begin(&pass, family, x, argument(args, count, 3), argument(args, count, 4),
+                          argument(args, count, 5));
     if (can < 0) return NULL;
     if (!can) Py_RETURN_NONE;
     PyObject *size_of_bits = PyLong_FromSsize_t((pass.elements + 7) / 8);
     if (size_of_bits) bits = tensor_of(torch.empty_bytes, size_of_bits, (void **)&pass.arrays.bits);
     Py_XDECREF(size_of_bits);
     if (!bits) return NULL;
-    const int output = inplace == Py_None ? NONE : PyObject_IsTrue(inplace) ? INPLACE : NEW;
+    const int output = inplace == Py_None ? NONE : overwrites ? INPLACE : NEW;
     y = end(&pass, x, output);
     result = !y ? NULL : output == NONE ? Py_NewRef(bits) : PyTuple_Pack(2, y, bits);
     Py_XDECREF(y);
@@ -1020,7 +1027,7 @@ static PyObject *from_bits(PyObject *module, PyObject *const *args, Py_ssize_t c
     PyObject *a = argument(args, count, 4), *b = argument(args, count, 5);
     const int inplace = count > 6 ? PyObject_IsTrue(args[6]) : 0;
     size family = PyLong_AsSsize_t(args[0]);
-    if (!stride || inplace < 0) return NULL;
+    if (!stride || inplace < 0 || (family == -1 && PyErr_Occurred())) return NULL;
     if (!is_array(args[1], &array)) Py_RETURN_NONE;
     if (family == PART && a == Py_None) a = NULL;
     const int multiplies = family == PART && a && !loop_of(PART, &array);

@@ -18,7 +18,8 @@ from jax import Array, lax
 from memsave import spec
 
 from ..function import Grads, Mask, Saved, Shapes, define
-from .pooling import Window, checked, window_of
+from ..kernels import is_known
+from .pooling import Window, checked, is_untellable, window_of
 
 
 def _primal(
@@ -33,8 +34,8 @@ def _primal(
     total = lax.reduce_window(x, 0.0, lax.add, window.kernel, window.stride, window.padding)
     floor = window_of(dims, x.shape, padding=padding, **{**options, "ceil_mode": False})
     count = _count(x.shape, total.shape, window, floor, count_include_pad)
-    # (Flax counts what is no padding in float32, whatever it averages.)
-    dtype = total.dtype if count_include_pad else jnp.float32
+    # (Flax counts what is no padding in the widest float, whatever it averages.)
+    dtype = total.dtype if count_include_pad else jnp.result_type(float)
     return total / (np.asarray(count, dtype)[()] if isinstance(count, int) else count.astype(dtype))
 
 
@@ -54,7 +55,7 @@ def _count(
         low, high = floor.padding[axis]
         start, end = (-low, size + high) if count_include_pad else (0, size)
         kernel, last = window.kernel[axis], (out - 1) * window.stride[axis] - low
-        if start <= -low and last + kernel <= end:
+        if is_known((size, out)) and start <= -low and last + kernel <= end:
             count = count * kernel
             continue
         shape = [out if a == axis else 1 for a in range(len(inputs))]
@@ -88,7 +89,9 @@ def _define(row: spec.Layer, dims: int, primal: Callable[..., Array]) -> Callabl
     x, y = row.args["x"].split()[2:], row.y.split()[2:]
     layout = {"x": f"*n {' '.join(x)} c", "y": f"*n {' '.join(y)} c"}
     primal = partial(primal, dims)
-    return define(row, primal, partial(_bwd, primal), layout=layout)
+    return define(
+        row, primal, partial(_bwd, primal), stock_op=partial(is_untellable, dims), layout=layout
+    )
 
 
 _avg_pool = {

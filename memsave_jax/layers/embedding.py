@@ -12,6 +12,7 @@ from jax import Array
 from memsave import spec
 
 from ..function import Grads, Mask, Saved, Shapes, define
+from ..kernels import is_known
 from .pooling import OFFSET
 
 
@@ -39,7 +40,13 @@ def _bwd_compact(g: Array, wrt: Mask, saved: Saved, shapes: Shapes) -> Grads:
 
 
 _embedding = define(spec.EMBEDDING, _primal, _bwd)
-_embedding_compact = define(spec.EMBEDDING_COMPACT, _primal, _bwd_compact, _fwd_compact)
+_embedding_compact = define(
+    spec.EMBEDDING_COMPACT,
+    _primal,
+    _bwd_compact,
+    _fwd_compact,
+    stock_op=lambda weight, indices: not is_known(weight.shape[:1]),
+)
 
 
 def embedding(weight: Array, indices: Array) -> Array:

@@ -58,10 +58,11 @@ class View(NamedTuple):
         first = len(self.shape) - self.features
         spatial = [axis for axis in self.reduced if axis < first]
         if spatial:
-            features = self.shape[first:]
-            places = math.prod(self.shape[1:first])
-            array = array.reshape(self.shape[0], places, math.prod(features)).sum(1)
-            array = array.reshape(self.shape[0], *[1 for _ in spatial], *features)
+            n, features = self.shape[0], self.shape[first:]
+            # (Step by step, as JAX has it where it keeps account of a mesh.)
+            array = array.reshape(n, math.prod(self.shape[1:first]), *features)
+            array = array.reshape(*array.shape[:2], math.prod(features)).sum(1)
+            array = jnp.expand_dims(array.reshape(n, *features), spatial)
         others = [axis for axis in self.reduced if axis >= first]
         return array.sum(others, keepdims=True)
 
@@ -116,6 +117,7 @@ def _forward(
     use_fast_variance: bool = True,
     **options: Any,
 ) -> tuple[Array, dict[str, Array]]:
+    x = jnp.asarray(x)  # (In what NumPy computes the last bits are others.)
     named = dict(zip(row.args, (x, *others), strict=True))
     weight, bias = named["weight"], named.get("bias")
     view = view_of(x.shape, **options)

@@ -23,7 +23,7 @@ from memsave import spec
 from memsave.spec import Layer
 
 from ..function import Grads, Mask, Saved, Shapes, define
-from ..kernels import parts
+from ..kernels import is_known, parts
 from .shape import Ints, Padding, per_axis
 
 Function = Callable[..., Any]
@@ -298,9 +298,11 @@ def _layout(dims: int) -> dict[str, str]:
     return {"x": f"*n {' '.join(x)} c", "y": y, "offsets": y}
 
 
-def _is_sharded(x: Array, **_: Any) -> bool:
-    """By an ``Explicit`` mesh, for which JAX cannot tell how the windows' places lie."""
-    return any(part > 1 for part in parts(x))
+def is_untellable(dims: int, x: Array, **_: Any) -> bool:
+    """Whether JAX cannot tell how the windows' places lie: in what is sharded by an ``Explicit``
+    mesh, or between places whose number is a symbol.
+    """
+    return any(part > 1 for part in parts(x)) or not is_known(x.shape[-dims - 1 : -1])
 
 
 def _by_axes(
@@ -313,7 +315,7 @@ def _by_axes(
             partial(primal, dims),
             partial(bwd, dims),
             partial(fwd, dims),
-            stock_op=_is_sharded,
+            stock_op=partial(is_untellable, dims),
             layout=_layout(dims),
         )
         for dims, row in enumerate(rows, start=1)
