@@ -99,6 +99,11 @@ class Layer:
                 fail(f"the integers {name!r} are no argument without a gradient")
             if not any(axis in axes.split() for axes in self.args.values()):
                 fail(f"the integers {name!r} are indices into {axis!r}, which is no axis")
+        for name, values in self.options.items():
+            if not values:
+                fail(f"the option {name!r} has no value")
+        if self.inplace and True not in self.options.get("inplace", ()):
+            fail("it is inplace, which is no option")
         for axes in (*self.args.values(), self.y, *(e.axes for e in self.extras.values())):
             if sum(token.startswith("*") for token in axes.split()) > 1:
                 fail(f"{axes!r} has more than one starred axis")
@@ -131,16 +136,6 @@ class Layer:
         if wrt not in self._saves:
             raise ValueError(f"row {self.name!r} has gradients for {[*self.reads]}, not {[*wrt]}")
         return self._saves[wrt]
-
-    def kind(self, residual: str) -> Literal["parameters", "shared", "owned"]:
-        """Who pays for a residual: nobody, maybe a neighbour too, or this layer alone."""
-        if residual in self.extras:
-            return "owned"
-        if residual == "y" or residual in self.integers:
-            return "shared"
-        if self.args[residual] == next(iter(self.args.values())):
-            return "shared"
-        return "parameters"
 
     def reason(self, wrt: Iterable[str]) -> str:
         """Why it keeps what it keeps, e.g. ``"x reads weight; weight reads x"``."""

@@ -13,7 +13,7 @@ from .layers.activation import (
     soft_shrink,
     threshold,
 )
-from .layers.avg_pooling import avg_pool
+from .layers.avg_pooling import adaptive_avg_pool, avg_pool
 from .layers.batch_norm import batch_norm
 from .layers.conv import conv, conv_transpose
 from .layers.curve import (
@@ -60,6 +60,7 @@ from .layers.padding import pad
 from .layers.pooling import adaptive_max_pool, max_pool
 
 __all__ = [
+    "adaptive_avg_pool",
     "adaptive_max_pool",
     "alpha_dropout",
     "avg_pool",

@@ -42,7 +42,7 @@ every_class, every_loss = (
     for one in (True, False)
 )
 
-# Values for the constructor arguments that have no default.
+#: Values for the constructor arguments that have no default, nor are options of the row.
 REQUIRED = {
     "in_channels": SIZE,
     "out_channels": SIZE,
@@ -57,9 +57,16 @@ REQUIRED = {
     "kernel_size": 2,
     "output_size": 2,
     "padding": 1,
-    "threshold": 0.1,
-    "value": 0.2,
 }
+
+
+def _required(cls: type[nn.Module], name: str) -> Any:
+    if name in REQUIRED:
+        return REQUIRED[name]
+    for row in ROWS[cls if cls in ROWS else drop_ins(cls)[0]]:
+        if name in row.options:
+            return row.options[name][0]
+    raise LookupError(f"{cls.__name__} needs a {name}: give REQUIRED in tests/helpers.py a value")
 
 
 def ours(row: Layer) -> Callable[..., Any]:
@@ -220,10 +227,10 @@ def step(
 
 def build(cls: type[nn.Module], **overrides: Any) -> nn.Module:
     """A small float64 module of a stock class or drop-in, with the same values at each call."""
-    names = inspect.signature(cls).parameters.values()
-    required = {p.name: REQUIRED[p.name] for p in names if p.default is p.empty and p.kind < 2}
+    parameters = inspect.signature(cls).parameters.values()
+    required = [p.name for p in parameters if p.default is p.empty and p.kind < 2]
     torch.manual_seed(0)
-    return cls(**{**required, **overrides}).double()
+    return cls(**{name: _required(cls, name) for name in required} | overrides).double()
 
 
 def module_input(cls: type[nn.Module]) -> Tensor:

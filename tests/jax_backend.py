@@ -75,6 +75,8 @@ class Jax:
         self.effort = 0.15
         self.name = f"jax-{form}"
         self.rules = rules
+        #: Why stock refused what it last refused.
+        self.refusal: Exception | None = None
         self._layers: dict[str, Callable[..., Any]] = {}
 
     def __repr__(self) -> str:
@@ -137,7 +139,8 @@ class Jax:
             outputs, pull = jax.eval_shape(lambda *w: jax.vjp(call, *w), *call.wanted)
             jax.eval_shape(lambda pull, g: pull(g), pull, outputs)
             outputs = jax.tree.leaves(jax.jit(call)(*call.wanted))
-        except Exception:
+        except Exception as error:
+            self.refusal = error
             return False
         return all(jnp.isfinite(y).all() for y in outputs) and (empty or outputs[0].size > 0)
 

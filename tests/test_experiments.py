@@ -177,6 +177,12 @@ def test_cases_are_told_apart_by_what_the_results_hold(name):
         assert experiment.case(**json.loads(json.dumps(dataclasses.asdict(case)))) == case
 
 
+def test_every_layer_can_be_timed():
+    """By its name alone, or with a line in ARGUMENTS."""
+    names = {case.layer.partition(",")[0] for case in layer_times.cases(layer_times.Config())}
+    assert names == {*memsave.nn.__all__}
+
+
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated")
 @pytest.mark.parametrize("wanted", ["input", "parameters", "all"])
 def test_layers_are_timed_beside_others_that_compute_the_same(wanted, monkeypatch):

@@ -691,6 +691,10 @@ def test_functions_that_flax_does_not_have() -> None:
             F.adaptive_max_pool(image, (2,)),
             torch.nn.functional.adaptive_max_pool1d(there.mT, 2).mT,
         ),
+        (
+            F.adaptive_avg_pool(image, (2,)),
+            torch.nn.functional.adaptive_avg_pool1d(there.mT, 2).mT,
+        ),
         (F.pad(image, (1, 2), "circular"), torch.nn.functional.pad(there, (1, 2), "circular")),
     ):
         np.testing.assert_allclose(ours, its, rtol=1e-12, atol=1e-12)
@@ -736,7 +740,7 @@ def test_cross_entropy_broadcasts_as_that_of_optax(
 
 @every_form
 @pytest.mark.parametrize(
-    "name", [name for name in dir(F) if name.endswith(("_norm", "_norm_from_output"))]
+    "name", [row.name.removesuffix("_train") for row in TABLE.values() if "rstd" in row.extras]
 )
 def test_norms_of_an_empty_batch(name: str, form: str) -> None:
     """The properties draw one seldom."""

@@ -11,6 +11,7 @@ import jax
 import pytest
 
 from experiments import __main__ as command_line, render, results
+from memsave.spec import TABLE
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
 JAX = README[README.index("## Use it from JAX") : README.index("## The table")]
@@ -21,6 +22,14 @@ def test_tables_are_those_of_the_results() -> None:
     """If not: ``python -m experiments plot``."""
     assert README.count("<!-- results of ") > 10
     assert render.fill(README, command_line.load, results.FOLDER) == README
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_the_table_names_every_layer(name: str) -> None:
+    """Up to the number of axes, and what it is computed from."""
+    table = README[README.index("## The table") : README.index("The layer runs as stock")]
+    stem = re.sub(r"(_from_.*|_eval|_train|_compact|_of_.*|[123]d.*)$", "", name)
+    assert stem in table or stem.replace("_", " ") in table
 
 
 def test_whoever_writes_results_fills_the_tables(

@@ -38,6 +38,8 @@ OPTIONS = {"groups": 2}
         ({"extras": {**GATE["extras"], "scale": Extra("o")}}, "extra 'scale' is read by no"),
         ({"optional": ("scale",)}, "the optional 'scale' is no argument"),
         ({"y": "*n *s"}, "more than one starred axis"),
+        ({"options": {"scale": ()}}, "option 'scale' has no value"),
+        ({"inplace": True}, "inplace, which is no option"),
     ],
 )
 def test_contradiction_fails_by_name(fields: dict[str, Any], problem: str) -> None:
@@ -87,20 +89,6 @@ def test_saves_nothing_for_no_gradient() -> None:
 def test_mask_of_something_without_gradient_fails(name: str) -> None:
     with pytest.raises(ValueError, match=f"'gate' has gradients for .* not .*{name}"):
         Layer(**GATE).saves(frozenset({"x", name}))
-
-
-def test_kinds() -> None:
-    row = Layer(**GATE)
-    kinds = {name: row.kind(name) for name in (*row.args, "y", *row.extras)}
-    assert kinds == {
-        "x": "shared",
-        "weight": "parameters",
-        "bias": "parameters",
-        "mean": "parameters",
-        "y": "shared",
-        "sign": "owned",
-        "norm": "owned",
-    }
 
 
 def test_reason_names_gradients_and_what_they_read() -> None:

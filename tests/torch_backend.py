@@ -36,6 +36,8 @@ class Torch:
 
     def __init__(self, rules: Mapping[str, Rule] = function.RULES) -> None:
         self.rules = rules
+        #: Why stock refused what it last refused.
+        self.refusal: Exception | None = None
         self._layers: dict[str, Callable[..., Any]] = {}
 
     def __repr__(self) -> str:
@@ -128,7 +130,8 @@ class Torch:
             )
         except Warning:
             raise
-        except Exception:
+        except Exception as error:
+            self.refusal = error
             return False
 
     def outcome(self, row: Layer, case: Case, *, stock: bool = False) -> Any:

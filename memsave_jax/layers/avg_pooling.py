@@ -108,6 +108,18 @@ _adaptive_avg_pool = {
 }
 
 
+def adaptive_avg_pool(inputs: Array, output_size: Sequence[int | None]) -> Array:
+    """As :class:`torch.nn.AdaptiveAvgPool2d`, over one to three axes before the channels. Keeps
+    nothing.
+
+    Args:
+        inputs: ``(*n, spatial axes, channels)``.
+        output_size: Size of the output along each spatial axis; ``None``: that of the input.
+    """
+    pool = _adaptive_avg_pool[len(output_size)]
+    return pool(jnp.asarray(inputs), output_size=tuple(output_size))
+
+
 def avg_pool(
     inputs: Array,
     window_shape: Sequence[int],
