@@ -305,7 +305,7 @@ def test_backends_that_disagree_are_found_out() -> None:
 def test_row_that_is_not_implemented_is_found_out() -> None:
     row = TABLE["relu"]
     without = Torch({name: rule for name, rule in SOUND.rules.items() if name != row.name})
-    other, _ = with_row("relu", options={})
+    other, _ = with_row("relu", options={}, inplace=False)
     for backend in (without, other):
         with pytest.raises(AssertionError, match="does not implement"):
             properties.check_implemented(backend, row)

@@ -28,14 +28,14 @@ def _primal(
     *,
     count_include_pad: bool = True,
     padding: Any = 0,
+    count_dtype: Any = None,
     **options: Any,
 ) -> Array:
     window = window_of(dims, x.shape, padding=padding, **options)
     total = lax.reduce_window(x, 0.0, lax.add, window.kernel, window.stride, window.padding)
     floor = window_of(dims, x.shape, padding=padding, **{**options, "ceil_mode": False})
     count = _count(x.shape, total.shape, window, floor, count_include_pad)
-    # (Flax counts what is no padding in the widest float, whatever it averages.)
-    dtype = total.dtype if count_include_pad else jnp.result_type(float)
+    dtype = count_dtype or total.dtype
     return total / (np.asarray(count, dtype)[()] if isinstance(count, int) else count.astype(dtype))
 
 
@@ -138,4 +138,6 @@ def avg_pool(
     """
     pool = _avg_pool.get(len(window_shape), partial(_primal, len(window_shape)))
     options = checked(window_shape, strides, padding)
+    # Flax counts what is no padding in the widest float, whatever it averages.
+    options["count_dtype"] = None if count_include_pad else jnp.result_type(float)
     return pool(jnp.asarray(inputs), count_include_pad=count_include_pad, **options)
