@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._C import _len_torch_dispatch_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 GATHER = 0x0102040810204080  # byte k of the factor moves boolean k to bit k of the top byte
 
@@ -227,9 +228,19 @@ def pack(mask: Tensor, like: Like) -> Tensor:
     if flat.numel() % 8:
         flat = torch.nn.functional.pad(flat, (0, -flat.numel() % 8))
     eights = flat.view(torch.int64)
-    if _len_torch_dispatch_stack():  # that of selective checkpointing caches what ops return
+    if are_results_cached():
         return ((eights * GATHER) >> 56).to(torch.uint8)
     return eights.mul_(GATHER).bitwise_right_shift_(56).to(torch.uint8)
+
+
+def are_results_cached() -> bool:
+    """Whether a mode keeps what ops return, so that it may not be overwritten: that of selective
+    checkpointing.
+    """
+    if torch.compiler.is_compiling() or not _len_torch_dispatch_stack():
+        return False
+    modes = _get_current_dispatch_mode_stack()
+    return any(type(mode).__module__ == "torch.utils.checkpoint" for mode in modes)
 
 
 def bernoulli(

@@ -18,7 +18,7 @@ from torch.compiler import is_dynamo_compiling
 
 from .. import kernels, spec
 from ..function import Autocast, Grads, Mask, Saved, Shapes, define, is_plain_gradient
-from ..kernels.reference import Windows
+from ..kernels.reference import Windows, are_results_cached
 from .module import drop_in
 from .shape import Ints, channels_last, per_axis, remembered, stride_or
 
@@ -53,14 +53,14 @@ class Window:
         if math.prod(self.inputs) < 2**31:
             places = places.to(torch.int32)  # which divides faster
         offsets = torch.zeros((), dtype=places.dtype, device=places.device)
-        unit = 1
+        unit, cached = 1, are_results_cached()
         for axis in reversed(range(len(self.inputs))):
             size, step = self.inputs[axis], self.dilation[axis]
             rest = places.div(size, rounding_mode="floor") if axis else 0
             inside = places - rest * size - self.starts[axis].to(places)
             if step > 1:
-                inside = inside.div(step, rounding_mode="floor")
-            offsets = offsets + inside * unit
+                inside = (inside.div if cached else inside.div_)(step, rounding_mode="floor")
+            offsets = offsets + inside * unit if cached else inside.mul_(unit).add_(offsets)
             unit *= self.kernel[axis]
             places = rest  # type: ignore[assignment]
         return offsets
@@ -99,7 +99,8 @@ def _fwd(
     dtype = OFFSET[spec.offset_bits(window.kernel)]
     offsets = window.offsets(places)
     if _may_stray(dims, x):
-        offsets = offsets.clamp(0, math.prod(window.kernel) - 1)
+        last = math.prod(window.kernel) - 1
+        offsets = (offsets.clamp if are_results_cached() else offsets.clamp_)(0, last)
     extras = {"offsets": offsets.to(dtype)}
     return ((y, places) if options.get("return_indices") else y), extras
 
