@@ -1231,3 +1231,22 @@ def test_nested_tensors_without_a_shape() -> None:
         sum(one.sum() for one in y.unbind()).backward()
         results.append([*y.unbind(), layer.bias.grad])
     same(*results)
+
+
+@helpers.every_class
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_default_device(cls, device: str, by_nodes_and_by_rules) -> None:
+    """Of what is made, which the tensors of a layer do not follow; kernels run as without one."""
+    for drop_in in helpers.drop_ins(cls):
+        outcomes = []
+        for context in (contextlib.nullcontext(), torch.device(device)):
+            layer, x = helpers.build(drop_in), helpers.module_input(cls)
+            torch.manual_seed(2)
+            with context:
+                y = layer(x)
+                node = type(y.grad_fn)
+                y.backward(y.detach().cos())
+            outcomes.append((node, y, [t.grad for t in (x, *layer.parameters())]))
+        (expected_node, *expected), (node, *actual) = outcomes
+        same(actual, expected, rtol=0, atol=0)
+        assert node is expected_node

@@ -159,4 +159,4 @@ def scale(
 @lru_cache(maxsize=64)
 def _rounded(number: float, dtype: torch.dtype) -> float:
     """As an element of a tensor."""
-    return torch.tensor(number, dtype=dtype).item()
+    return torch.tensor(number, dtype=dtype, device="cpu").item()

@@ -4,13 +4,26 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
+from torch._C import (
+    _get_function_stack_at,
+    _len_torch_dispatch_stack,
+    _len_torch_function_stack,
+)
 from torch.nn import Parameter
+from torch.utils._device import DeviceContext
 
 from .reference import Like, is_dense
 
 #: Formats of tensors of so many axes that store the channels last.
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+def len_of_functions() -> int:
+    """How many modes there are that see functions, but for those of ``torch.set_default_device``
+    and ``with torch.device(...)``, which say where tensors are made.
+    """
+    modes = map(_get_function_stack_at, range(_len_torch_function_stack()))
+    return sum(type(mode) is not DeviceContext for mode in modes)
 
 
 def has_memory(x: Tensor, stride: tuple[int, ...]) -> bool:
@@ -20,7 +33,7 @@ def has_memory(x: Tensor, stride: tuple[int, ...]) -> bool:
         and x.layout is torch.strided
         and not x.is_neg()
         and not _len_torch_dispatch_stack()
-        and not _len_torch_function_stack()
+        and not len_of_functions()
         and x.stride() == stride
         and (x.is_contiguous() or is_dense(Like.of(x)))
     )

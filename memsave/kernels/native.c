@@ -802,15 +802,16 @@ enum { ON_CPU = 1, PINNED = 3, UNSIGNED = 1, FLOAT = 2, BFLOAT = 4, COMPLEX = 5 
 /* What Python hands over, in this order. */
 static struct {
     PyObject *tensor, *parameter; /* classes */
-    PyObject *is_neg, *empty_like, *empty_bytes, *overwritten, *threads, *modes[2], *in_order;
+    PyObject *is_neg, *empty_like, *empty_bytes, *overwritten, *threads, *modes[2], *functions, *in_order;
 } torch;
 static DLPackExchangeAPI *dlpack;
 
 static PyObject *connect(PyObject *module, PyObject *args) {
     PyObject *capsule;
-    if (!PyArg_ParseTuple(args, "OOOOOOOOOOO:connect", &capsule, &torch.tensor, &torch.parameter,
+    if (!PyArg_ParseTuple(args, "OOOOOOOOOOOO:connect", &capsule, &torch.tensor, &torch.parameter,
                           &torch.is_neg, &torch.empty_like, &torch.empty_bytes, &torch.overwritten,
-                          &torch.threads, &torch.modes[0], &torch.modes[1], &torch.in_order))
+                          &torch.threads, &torch.modes[0], &torch.modes[1], &torch.functions,
+                          &torch.in_order))
         return NULL;
     Py_INCREF(args); /* for good */
     dlpack = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
@@ -887,7 +888,8 @@ static int look_at(PyObject *tensor, DLTensor *x, size *elements) {
 /* Whether no mode has to see operations; -1 with an error. */
 static int is_unobserved(void) {
     for (int k = 0; k < 2; k++) {
-        const size depth = number_of(torch.modes[k]);
+        size depth = number_of(torch.modes[k]);
+        if (k && depth > 0) depth = number_of(torch.functions); /* of which some do not count */
         if (depth) return depth < 0 ? -1 : 0;
     }
     return 1;

@@ -18,11 +18,11 @@ from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
 from torch.nn import Parameter
 
 from . import _native  # type: ignore[attr-defined]
-from .memory import FORMATS, in_order
+from .memory import FORMATS, in_order, len_of_functions
 from .reference import PIECES, TESTS, Like, Rows, Windows
 
 #: That of loops.h.
-INTERFACE = 11
+INTERFACE = 12
 
 
 def check(module: ModuleType) -> None:
@@ -42,11 +42,12 @@ _native.connect(
     Parameter,
     Tensor.is_neg,
     torch.empty_like,
-    torch.empty(0, dtype=torch.uint8).new_empty,
+    torch.empty(0, dtype=torch.uint8, device="cpu").new_empty,
     torch.autograd.graph.increment_version,
     torch.get_num_threads,
     _len_torch_dispatch_stack,
     _len_torch_function_stack,
+    len_of_functions,
     in_order,
 )
 
@@ -135,7 +136,7 @@ def norm(rows: Rows, wrt: frozenset[str]) -> dict[str, Tensor] | None:
     for name in ("weight", "bias"):
         if name in wrt:  # a row for each thread
             rows_of = (threads,) if threads > 1 else ()
-            grads[name] = torch.zeros(*rows_of, groups * features, dtype=dtype)
+            grads[name] = torch.zeros(*rows_of, groups * features, dtype=dtype, device="cpu")
     done = _native.norm(
         loop,
         g.numel() // max(features * places, 1),
@@ -225,8 +226,8 @@ def max_pool(x: Tensor, windows: Windows) -> tuple[Tensor, Tensor] | None:
     if layout is None or x.dtype not in DTYPES:
         return None
     shape = (*x.shape[: -len(windows.inputs)], *windows.outputs)
-    y = torch.empty(shape, dtype=x.dtype, memory_format=layout)
-    offsets = torch.empty(shape, dtype=torch.uint8, memory_format=layout)
+    y = torch.empty(shape, dtype=x.dtype, memory_format=layout, device="cpu")
+    offsets = torch.empty(shape, dtype=torch.uint8, memory_format=layout, device="cpu")
     return (y, offsets) if _pool(False, x, y, offsets, windows, layout) else None
 
 
@@ -236,7 +237,7 @@ def unpool(g: Tensor, offsets: Tensor, windows: Windows, like: Like) -> Tensor |
     if layout is None or g.dtype not in DTYPES or not g.is_cpu or g.shape != offsets.shape:
         return None
     g = g.contiguous(memory_format=layout)
-    dx = torch.empty(like.shape, dtype=g.dtype, memory_format=layout)
+    dx = torch.empty(like.shape, dtype=g.dtype, memory_format=layout, device="cpu")
     return dx if _pool(True, g, dx, offsets, windows, layout) else None
 
 

@@ -11,6 +11,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/Exceptions.h>
+#include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/jit/frontend/tracer.h>
 #include <torch/csrc/utils/object_ptr.h>
 
@@ -37,9 +38,16 @@ using torch::autograd::variable_list;
 
 const Loops *loops;
 
+PyObject *device_context; /* the mode of torch.set_default_device, which says where tensors are made */
+
 /* Whether no mode has to see every operation. */
 bool is_unobserved() {
-    return !c10::impl::TorchDispatchModeTLS::stack_len() && !at::impl::PythonTorchFunctionTLS::stack_len();
+    using at::impl::PythonTorchFunctionTLS;
+    if (c10::impl::TorchDispatchModeTLS::stack_len()) return false;
+    for (int64_t k = 0; k < PythonTorchFunctionTLS::stack_len(); k++)
+        if ((PyObject *)Py_TYPE(PythonTorchFunctionTLS::get_stack_at(k)->ptr(getPyInterpreter())) != device_context)
+            return false;
+    return true;
 }
 
 /* Whether it is memory and nothing else: on CPU, strided, not negated, fake, wrapped or batched. */
@@ -1491,7 +1499,8 @@ PyTypeObject *show() {
 
 PyObject *connect(PyObject *, PyObject *args) {
     PyObject *capsule, *families;
-    if (!PyArg_ParseTuple(args, "OO!:connect", &capsule, &PyTuple_Type, &families)) return nullptr;
+    if (!PyArg_ParseTuple(args, "OO!O:connect", &capsule, &PyTuple_Type, &families, &device_context)) return nullptr;
+    Py_INCREF(device_context);
     for (int family = 0; family < FAMILIES; family++) {
         PyObject *number = PyTuple_GetItem(families, family);
         family_of[family] = number ? PyLong_AsLongLong(number) : 0;
@@ -1505,7 +1514,7 @@ PyObject *connect(PyObject *, PyObject *args) {
 
 #define FAST(NAME) (PyCFunction)(void (*)()) NAME, METH_FASTCALL
 PyMethodDef methods[] = {
-    {"connect", connect, METH_VARARGS, "connect(loops, families): to those of native.c. The types of nodes, as Python sees them"},
+    {"connect", connect, METH_VARARGS, "connect(loops, families, DeviceContext): to those of native.c. The types of nodes, as Python sees them"},
     {"wanted", FAST(wanted),
      "wanted(places, args): of which of these places gradients are wanted, as bits; None if an argument is "
      "neither None nor a plain tensor of the CPU, or anything is on that gives operations another meaning"},

@@ -12,6 +12,7 @@ import re
 
 import torch
 from torch import Tensor
+from torch.utils._device import DeviceContext
 
 from . import native
 from .reference import PIECES
@@ -22,7 +23,8 @@ native.check(_nodes)
 _native = native._native
 BACKWARD = ("select", "part", "scale")
 LOOPS_OF_NODES = (*BACKWARD, "nonzero", "rest", "tanh2", "logistic")  # in this order
-for _node in _nodes.connect(_native.loops, tuple(getattr(_native, f) for f in LOOPS_OF_NODES)):
+_families = tuple(getattr(_native, name) for name in LOOPS_OF_NODES)
+for _node in _nodes.connect(_native.loops, _families, DeviceContext):
     torch.autograd.graph.Node.register(_node)
 
 #: ``wanted(places, args)``: of the arguments at these places (in order), whose gradients are

@@ -32,7 +32,7 @@ from ..spec import Layer
 from .module import drop_in
 
 #: As torch has it, for float64 too.
-ONE_SIXTH = torch.tensor(1 / 6, dtype=torch.float32).item()
+ONE_SIXTH = torch.tensor(1 / 6, dtype=torch.float32, device="cpu").item()
 
 
 def _mask(bits: Tensor, like: Like | None) -> Tensor:
