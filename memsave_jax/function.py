@@ -68,6 +68,7 @@ class Rule(NamedTuple):
     fwd: Callable[..., tuple[Any, dict[str, Array]]]
     stock_op: Callable[..., bool]
     layout: Mapping[str, str]
+    linear: bool = False
 
 
 RULES: dict[str, Rule] = {}
@@ -90,6 +91,7 @@ def define(
     *,
     stock_op: Callable[..., bool] | None = None,
     layout: Mapping[str, str] | None = None,
+    linear: bool = False,
 ) -> Callable[..., Any]:
     """Make the differentiable function of a row and register its rule.
 
@@ -102,6 +104,8 @@ def define(
             it already keeps what the row says, for every mask, or because it is another op.
         layout: The order of the row's named axes here, by argument, ``y`` and extra, where it is
             not the row's own.
+        linear: Whether ``primal`` is linear in its one argument: then JAX transposes it itself
+            (once, where that of ``bwd`` transposed would be a longer program).
 
     Returns:
         A function of the row's arguments (positional, ``None`` where absent) and its options
@@ -119,6 +123,7 @@ def define(
         fwd or (lambda wrt, *args, **options: (primal(*args, **options), {})),
         stock_op or (lambda *args, **options: False),
         {**row.args, "y": row.y, **extras, **(layout or {})},
+        linear,
     )
     RULES[row.name] = rule
     return differentiable(rule)
@@ -194,6 +199,10 @@ def _by_custom_jvp(rule: Rule, options: dict[str, Any]) -> Callable[..., Any]:
         if not wrt:
             y = rule.primal(*args, **arrays, **options)
             return y, jax.tree.map(lambda leaf: _no_tangent(jax.typeof(leaf)), y)
+        if rule.linear:
+            # (In a checkpoint, as it may multiply by what it computes.)
+            along = jax.checkpoint(functools.partial(rule.primal, **options), prevent_cse=False)
+            return rule.primal(*args, **options), along(*wanted.values())
         y, residuals, shapes = _forward(rule, wrt, args, arrays, options)
         saved = {name: residuals[name] for name in rule.row.saves(wrt)}
         types = jax.tree.map(jax.typeof, y)

@@ -291,7 +291,7 @@ def _takes(layer: Any, x: Any, mask: Array | None) -> bool:
     if isinstance(layer, nnx.GroupNorm):
         usual = layer.reduction_axes is None and x.ndim > 1
     elif isinstance(layer, nnx.InstanceNorm):
-        usual = layer.feature_axes == -1
+        usual = layer.feature_axes == -1 and x.ndim > 1
     else:
         usual = layer.reduction_axes == layer.feature_axes == -1
     return (

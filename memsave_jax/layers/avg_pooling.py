@@ -90,7 +90,12 @@ def _define(row: spec.Layer, dims: int, primal: Callable[..., Array]) -> Callabl
     layout = {"x": f"*n {' '.join(x)} c", "y": f"*n {' '.join(y)} c"}
     primal = partial(primal, dims)
     return define(
-        row, primal, partial(_bwd, primal), stock_op=partial(is_untellable, dims), layout=layout
+        row,
+        primal,
+        partial(_bwd, primal),
+        stock_op=partial(is_untellable, dims),
+        layout=layout,
+        linear=True,
     )
 
 
