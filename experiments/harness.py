@@ -165,7 +165,7 @@ class Run(Generic[Case]):
 
     def collect(self) -> list[Record[Case]]:
         """Put the finished cases, wherever they were measured, in the place of older results."""
-        found = [self.parts.read(plain(case)) for case in self.cases]
+        found = [self.parts.read(plain(case)) for case in self.cases if case not in self.failed]
         fresh = [record for record in found if record is not None]
         finished = len(fresh) == len(self.cases)
         name = self.experiment.name

@@ -228,7 +228,12 @@ def _candidates(module: nn.Module) -> list[Class]:
     default, *others = [cls for cls in offered(stock) if cls not in BY_POLICY]
     if any(module.children()):  # what is kept then depends on theirs
         return [default]
+    others = [cls for cls in others if getattr(cls, "fits", _always)(module)]
     return [default, *others, stock]
+
+
+def _always(module: nn.Module) -> bool:
+    return True
 
 
 @contextmanager

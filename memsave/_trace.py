@@ -4,6 +4,7 @@ predicts of them. By default on fake tensors, which have shapes and storages but
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
@@ -29,7 +30,7 @@ from torch.nn.modules.module import (
     register_module_forward_pre_hook,
 )
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map
 
 from .function import Call, observe
 from .spec import Layer
@@ -281,9 +282,27 @@ def _left_as_it_was(model: nn.Module) -> Iterator[None]:
 
 
 def _contents(module: nn.Module) -> list[tuple[Any, Any]]:
-    """Its lists, dictionaries and sets (those of its parameters and buffers, too), with copies."""
-    containers = (value for value in vars(module).values() if type(value) in _CONTAINERS)
-    return [(container, container.copy()) for container in containers]
+    """Its lists, dictionaries and sets (those of its parameters and buffers, and those in others,
+    too), with copies.
+    """
+    found: dict[int, tuple[Any, Any]] = {}
+    todo = [*vars(module).values()]
+    while todo:
+        value = todo.pop()
+        if type(value) in _CONTAINERS and id(value) not in found:
+            found[id(value)] = value, value.copy()
+            todo += value.values() if isinstance(value, dict) else value
+    return [*found.values()]
+
+
+def _copied(value: Any) -> Any:
+    """An input that is no tensor, as a cache, which a forward may fill."""
+    if isinstance(value, nn.Module):
+        return value
+    try:
+        return copy.deepcopy(value)
+    except Exception:  # of whatever kind: it is the user's class
+        return value
 
 
 _CONTAINERS = {list, dict, set, OrderedDict}
@@ -309,12 +328,12 @@ def run(
 
     Args:
         trainable: Which parameters want a gradient. Default: those that require it.
-        fake: Whether on fake tensors. Default: if the model's forward does not depend on values.
+        fake: Whether on fake tensors. Default: if the model's forward runs on them.
     """
     if fake is None:
         try:
             return run(model, inputs, kwargs, trainable, fake=True)
-        except NeedsValues:
+        except Exception:  # Fake tensors know less than real ones; of a mistake these tell, too.
             return run(model, inputs, kwargs, trainable, fake=False)
     mode = FakeTensorMode(allow_non_fake_inputs=True) if fake else None
     state = _dry_state(model, trainable, mode)
@@ -322,7 +341,10 @@ def run(
     def stand_in(tensor: Tensor) -> Tensor:
         return _stand_in(tensor, mode).requires_grad_(tensor.requires_grad)
 
-    inputs, kwargs = tree_map_only(Tensor, stand_in, (inputs, kwargs))
+    def own(value: Any) -> Any:
+        return stand_in(value) if isinstance(value, Tensor) else _copied(value)
+
+    inputs, kwargs = tree_map(own, (inputs, kwargs))
     with (
         torch.random.fork_rng(enabled=not fake),
         torch.enable_grad(),

@@ -11,6 +11,7 @@ import torch
 from helpers import ConvNet, image, kept, same, step
 from hypothesis import given, strategies as st
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 import memsave
 import memsave.nn
@@ -257,3 +258,31 @@ def test_the_report_says_what_it_saves() -> None:
     report = memsave.report(model, x)
     assert classes(model) == [nn.Linear, nn.ReLU, nn.Linear]
     assert report.converted == report.table == bytes_of(memsave.convert(model, x), x)
+
+
+def test_norms_whose_output_does_not_tell_their_input() -> None:
+    """Now: their parameters are looked at while the rows are chosen."""
+    model, x = (
+        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.LayerNorm(WIDTH)),
+        torch.ones(8, WIDTH),
+    )
+    model.append(nn.Linear(WIDTH, WIDTH))
+    nn.init.zeros_(model[2].weight)
+    before = bytes_of(model, x)
+    expected = memsave.report(model, x).converted
+    assert type(memsave.convert(model, x)[2]) is not memsave.nn.LayerNormFromOutput
+    assert bytes_of(model, x) == expected <= before
+
+
+def test_a_forward_that_fake_tensors_cannot_follow() -> None:
+    """Some ops know less of them (as those of mixtures of experts do)."""
+
+    class Strict(nn.ReLU):
+        def forward(self, x: Tensor) -> Tensor:
+            if isinstance(x, FakeTensor):
+                raise RuntimeError("expected other inputs")
+            return super().forward(x)
+
+    x = torch.randn(4, WIDTH)
+    model = nn.Sequential(Strict(), *chain(["linear", "relu", "linear"]))
+    assert type(memsave.convert(model, x)[2]) is memsave.nn.ReLUFromOutput

@@ -267,6 +267,20 @@ def test_help_shows_the_options_of_an_experiment(capsys):
     assert "--numbers" in printed
 
 
+def test_what_an_older_source_left_is_no_result_of_a_run_that_fails(tmp_path, monkeypatch):
+    experiment: Any = toy_experiment.EXPERIMENT
+    cases = list(experiment.cases(experiment.config("default")))
+    one = harness.Run(experiment, cases, "default", "command", folder=tmp_path)
+    assert one.measure(cases[0]) is None
+    old = one.parts.read(harness.plain(cases[0]))
+    assert old is not None
+    old.settings["source"] = "older"
+    one.parts.write(old, "command")
+    monkeypatch.setattr(one, "measure", lambda case: ValueError("no more"))
+    assert one.run() == []
+    assert one.failed.keys() == {*cases}
+
+
 def test_interruption_keeps_what_is_finished(tmp_path, monkeypatch):
     experiment: Any = toy_experiment.EXPERIMENT
     cases = list(experiment.cases(experiment.config("default")))

@@ -2,6 +2,7 @@
 
 import gc
 import threading
+import weakref
 from functools import partial
 
 import pytest
@@ -281,6 +282,7 @@ class Remembering(nn.Module):
         self.table = None
         self.shapes: list[torch.Size] = []
         self.tables: dict[int, torch.Tensor] = {}
+        self.nested: dict[str, list[torch.Tensor]] = {"a": []}
         self.register_buffer("mask", None)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -289,6 +291,7 @@ class Remembering(nn.Module):
         self.mask = self.tables[4] = x > 0
         self.shapes.append(x.shape)
         self.newly = x
+        self.nested["a"].append(x)
         with torch.no_grad():
             x.abs_()
             self.layer.weight.mul_(2)
@@ -322,6 +325,7 @@ def test_a_dry_run_leaves_no_trace_in_the_model(dry_run, needs_values):
     assert (model.table, model.mask) == (None, None)
     assert model.shapes is shapes == []
     assert model.tables is tables == {}
+    assert model.nested == {"a": []}
     assert model.layer.weight is weight
     assert dict(model.layer.named_parameters()).keys() == {"weight", "bias"}
     assert isinstance(model.layer, nn.BatchNorm1d)
@@ -349,3 +353,39 @@ def test_what_other_threads_do_meanwhile_is_not_reported():
     report = memsave.report(model, torch.ones(16))
     assert len(kept) > 0
     assert report.table == report.now == report.converted == 2
+
+
+class Cache:
+    """As that of keys and values, which a forward fills."""
+
+    def __init__(self) -> None:
+        self.lengths: list[int] = []
+
+
+class Fills(nn.Linear):
+    def forward(self, x: torch.Tensor, cache: Cache) -> torch.Tensor:
+        cache.lengths.append(len(x))
+        return super().forward(x) * len(cache.lengths)
+
+
+def test_what_a_forward_fills_is_left_as_it_was():
+    cache, model = Cache(), nn.Sequential()
+    model = Fills(4, 4)
+    memsave.report(model, torch.ones(2, 4), cache=cache)
+    with pytest.warns(UserWarning, match="nothing to convert"):
+        memsave.convert(model, {"x": torch.ones(2, 4), "cache": cache})
+    assert cache.lengths == []
+
+
+def test_classes_that_were_asked_about_may_go():
+    def asked() -> weakref.ref:
+        class Local(nn.Module):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return x
+
+        memsave.report(Local(), torch.ones(3))
+        return weakref.ref(Local)
+
+    local = asked()
+    gc.collect()
+    assert local() is None

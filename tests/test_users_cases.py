@@ -135,6 +135,21 @@ def test_padded_convolutions_under_autocast(mode: str) -> None:
     same(*results, rtol=0, atol=1e-4)
 
 
+def test_padding_to_the_same_size_under_autocast_keeps_no_more() -> None:
+    """Autocast casts a weight once, for all calls of a layer; casts of ours would be kept each."""
+
+    def twice(conv: nn.Module) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return conv(conv(x))
+
+    x = torch.randn(1, 64, 8, 8, requires_grad=True)
+    stock = nn.Conv2d(64, 64, 3, padding="same")
+    ours = memsave.nn.Conv2d(64, 64, 3, padding="same")
+    sizes = [helpers.kept(lambda conv=conv: twice(conv)) for conv in (stock, ours)]
+    assert sizes[0] == sizes[1]
+    same(ours.requires_grad_(False)(x), F.conv2d(x, ours.weight, ours.bias, padding="same"))
+
+
 def test_relu_of_infinities() -> None:
     """Was nan: a mask of 0 times inf."""
     x = torch.tensor([-math.inf, -1.0, -0.0, 0.0, 1.0, math.inf, math.nan], requires_grad=True)

@@ -394,7 +394,7 @@ _TRANSPOSE = {1: conv_transpose1d, 2: conv_transpose2d, 3: conv_transpose3d}
 
 
 def _forward(self: Any, input: Tensor) -> Tensor:
-    padding = self.padding
+    padding = _padding_left(self)
     if not (
         _stock_pads(padding=padding, padding_mode=self.padding_mode)
         or "_conv_forward" in self.__dict__  # somebody's own
@@ -405,8 +405,23 @@ def _forward(self: Any, input: Tensor) -> Tensor:
     return self._conv_forward(input, self.weight, self.bias)
 
 
+def _padding_left(self: Any) -> Any:
+    """The option, in numbers where "same" is as much on both sides: which the convolution does."""
+    padding = self.padding
+    if padding == "same" and self.padding_mode == "zeros":
+        return _same(self.kernel_size, self.dilation) or padding
+    return padding
+
+
+@remembered
+def _same(kernel: Sequence[int], dilation: Sequence[int]) -> tuple[int, ...]:
+    """The padding to the same size, if it is as much on both sides."""
+    pads, padding = _padding("same", "zeros", kernel, dilation)
+    return () if pads else tuple(padding)
+
+
 def _conv_forward(self: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    padding, mode = self.padding, self.padding_mode
+    padding, mode = _padding_left(self), self.padding_mode
     if mode != "zeros":
         pads = self._reversed_padding_repeated_twice
         own = _flat(_padding(padding, mode, self.kernel_size, self.dilation)[0])

@@ -33,6 +33,7 @@ from .norm import (
     like_argument,
     norm_node,
     rstd_only,
+    tells_its_input,
 )
 
 # Group normalization.
@@ -359,6 +360,8 @@ class GroupNormFromOutput(nn.GroupNorm):
     """As :class:`torch.nn.GroupNorm`. Keeps its output, free where the next layer does; its input
     where a weight is zero or small beside its bias, or the dtype is of less than 32 bits.
     """
+
+    fits = staticmethod(tells_its_input)
 
     def forward(self, input: Tensor) -> Tensor:
         weight, bias = self.weight, self.bias

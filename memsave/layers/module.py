@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -24,7 +25,7 @@ BY_POLICY: set[Class] = set()
 #: Make drop-ins for classes that nobody has listed, if they can: ``recogniser(cls)`` registers
 #: one, or does nothing.
 RECOGNISERS: list[Callable[[Class], None]] = []
-_asked: set[Class] = set()
+_asked: weakref.WeakSet[Class] = weakref.WeakSet()
 #: How torch calls a module.
 _CALL = nn.Module.__dict__.get("_wrapped_call_impl")
 

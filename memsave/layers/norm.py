@@ -465,6 +465,17 @@ def _tells(weight: Tensor, bias: Tensor | None, least: float) -> bool:
         return bool(fits.all())
 
 
+def tells_its_input(module: Any) -> bool:
+    """Whether ``xhat`` can be read off the output of a norm with the parameters that it has now."""
+    weight, bias = module.weight, getattr(module, "bias", None)
+    if weight is None:
+        return bias is None
+    least = LEAST_WEIGHT.get(weight.dtype)
+    if least is None or type(weight) not in (Tensor, nn.Parameter) or weight.is_meta:
+        return True
+    return _tells(weight, bias, least)
+
+
 #: What was found, by the ``id`` of the weight. (A dictionary of weak keys takes as long as a small
 #: kernel to look it up.)
 _found: dict[int, tuple[weakref.ref[Tensor], Any, bool]] = {}
@@ -503,6 +514,8 @@ class LayerNormFromOutput(nn.LayerNorm):
     where a weight is zero or small beside its bias, or the dtype is of less than 32 bits.
     """
 
+    fits = staticmethod(tells_its_input)
+
     def forward(self, input: Tensor) -> Tensor:
         weight, bias = self.weight, self.bias
         flat = _over_last(input, self.normalized_shape, weight, bias)
@@ -524,6 +537,8 @@ class RMSNormFromOutput(nn.RMSNorm):
     """As :class:`torch.nn.RMSNorm`. Keeps its output; its input where a weight is zero, or the
     dtype is of less than 32 bits.
     """
+
+    fits = staticmethod(tells_its_input)
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight
