@@ -646,6 +646,24 @@ def test_compiled_layers_keep_bits(name: str, loop: bool, concurrent: bool, form
     assert slope == pytest.approx(1 / 8, abs=0.01)
 
 
+@every_form
+@pytest.mark.parametrize(("window", "stride"), [(2, 2), (3, 1), (3, 2)])
+def test_compiled_average_pooling_is_stocks(window: int, stride: int, form: str) -> None:
+    """Not longer: transposed twice, it needs twice as much."""
+
+    def temporaries(pool: Function) -> float:
+        def step(x: Array) -> Array:
+            y = pool(jnp.sin(x), (window, window), (stride, stride), "SAME")
+            return jnp.sin(y).sum()
+
+        program = jax.jit(jax.grad(step)).lower(x).compile()
+        return program.memory_analysis().temp_size_in_bytes
+
+    x = jnp.ones((4, 32, 32, 8))
+    with function.using(form):
+        assert temporaries(F.avg_pool) <= temporaries(nn.avg_pool)
+
+
 # Arguments of every kind.
 
 

@@ -486,6 +486,8 @@ def tells_once(weight: Tensor, bias: Tensor | None, least: float) -> bool:
     state = (weight._version, id(bias), None if bias is None else bias._version)
     found = _found.get(id(weight))
     if found is None or found[0]() is not weight or found[1] != state:
+        if weight.is_cuda and torch.cuda.is_current_stream_capturing():
+            return False  # A CUDA graph cannot wait for a look.
         reference = weakref.ref(weight, partial(_forget, id(weight)))
         found = _found[id(weight)] = (reference, state, _tells(weight, bias, least))
     return found[2]
