@@ -4,7 +4,7 @@
 
 setup: .venv/installed
 
-.venv/installed: requirements-dev.txt pyproject.toml setup.py $(wildcard memsave/kernels/*.c*)
+.venv/installed: requirements-dev.txt pyproject.toml setup.py $(wildcard memsave/kernels/*.c memsave/kernels/*.cpp memsave/kernels/*.h)
 	python3 -m venv .venv
 	.venv/bin/pip install -r requirements-dev.txt
 	.venv/bin/pip install --no-build-isolation --no-deps -e .

@@ -44,6 +44,7 @@ EXPERIMENTS = (
     "flax_freezing",
 )
 README = Path(__file__).parents[1] / "README.md"
+PROG = "python -m experiments"
 NEEDS = (
     *("torch", "torchvision", "jax", "flax", "transformers", "peft", "timm", "optax"),
     *("sklearn", "matplotlib", "psutil", "tqdm", "tyro"),
@@ -72,7 +73,7 @@ def _fail(message: str) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        "python -m experiments",
+        PROG,
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -148,8 +149,11 @@ def _run(name: str, args: argparse.Namespace, rest: list[str], argv: Sequence[st
 
     experiment = load(name)
     config = experiment.config(args.size)
-    chosen = tyro.cli(type(config), default=config, args=rest, prog=f"options of {name}")
-    cases = list(experiment.cases(chosen))
+    chosen = tyro.cli(type(config), default=config, args=rest, prog=f"{PROG} run {name}")
+    try:
+        cases = list(experiment.cases(chosen))
+    except KeyError as error:
+        return _fail(f"{name} knows no {error}")
     only = [case for case in cases if getattr(args, "only", "") in str(case)]
     command = shlex.join(["python", "-m", "experiments", *argv])
     run = harness.Run(
@@ -170,7 +174,11 @@ def _run(name: str, args: argparse.Namespace, rest: list[str], argv: Sequence[st
         run.parts.remove()
     elif len(run.left()) < len(only):
         print(f"{name}: going on with a run that was stopped; --again starts anew")
-    records = run.run() if args.verb != "submit" else cluster.run(run, args)
+    try:
+        records = run.run() if args.verb != "submit" else cluster.run(run, args)
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on", file=sys.stderr)
+        return 130
     return _show(experiment, run, records)
 
 
@@ -197,9 +205,9 @@ def _show(experiment: Any, run: Any, records: list[Any]) -> int:
     for case, error in run.failed.items():
         print(f"failed: {case}: {error}")
     missed = list(experiment.misses(records))
-    for miss in missed:
-        print(f"missed: {miss}")
     judged = run.size != "tiny"  # which is too small to show what a target is about
+    for miss in missed:
+        print(f"missed: {miss}" + ("" if judged else " (not judged at this size)"))
     return 1 if (missed and judged) or run.failed else 0
 
 

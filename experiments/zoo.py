@@ -284,8 +284,10 @@ def _number(ratio: float | None) -> str:
 
 
 def misses(records: Sequence[Record[Case]]) -> Iterator[str]:
-    """All that is above stock."""
+    """All that is above stock, or could not be measured."""
     for record in records:
+        if "error" in record.figures:
+            yield f"{record.case.model}: {record.figures['error']}"
         for name, ratio in _ratios(record).items():
             if ratio > 1:
                 yield f"{record.case.model}, {name}: {ratio:.4f} of stock"
