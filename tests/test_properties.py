@@ -71,6 +71,8 @@ def holds_for(
         if backend.checks(row)
         for option, values in row.options.items()
         for value in values
+        if (backend, option, value) != (JAX, "dilation", 2)  # which JAX cannot pool backwards
+        or not row.name.startswith("max_pool")
     ],
     ids=str,
 )
@@ -78,12 +80,7 @@ def test_stock_accepts_every_option(row: Layer, backend: Any, option: str, value
     """What it refuses is dropped, and might be a mistake of the rule's primal."""
     alone = replace(row, options={**row.options, option: (value,)}, inplace=False)
     dtypes = ("float64", "float32")
-    try:
-        holds_for(backend, accepted(backend, alone, dtypes=dtypes), lambda case: None, share=0)
-    except AssertionError as error:
-        if isinstance(error.__cause__, NotImplementedError):
-            pytest.skip(str(error.__cause__))
-        raise
+    holds_for(backend, accepted(backend, alone, dtypes=dtypes), lambda case: None, share=0)
 
 
 @pytest.mark.parametrize(
