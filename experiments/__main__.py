@@ -155,7 +155,7 @@ def _run(name: str, args: argparse.Namespace, rest: list[str], argv: Sequence[st
     except KeyError as error:
         return _fail(f"{name} knows no {error}")
     only = [case for case in cases if getattr(args, "only", "") in str(case)]
-    command = shlex.join(["python", "-m", "experiments", *argv])
+    command = f"{PROG} {shlex.join(argv)}"
     run = harness.Run(
         experiment,
         only,

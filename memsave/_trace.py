@@ -338,11 +338,10 @@ def run(
     mode = FakeTensorMode(allow_non_fake_inputs=True) if fake else None
     state = _dry_state(model, trainable, mode)
 
-    def stand_in(tensor: Tensor) -> Tensor:
-        return _stand_in(tensor, mode).requires_grad_(tensor.requires_grad)
-
     def own(value: Any) -> Any:
-        return stand_in(value) if isinstance(value, Tensor) else _copied(value)
+        if not isinstance(value, Tensor):
+            return _copied(value)
+        return _stand_in(value, mode).requires_grad_(value.requires_grad)
 
     inputs, kwargs = tree_map(own, (inputs, kwargs))
     with (

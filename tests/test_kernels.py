@@ -218,14 +218,14 @@ def test_triton_that_cannot_compile_is_left_alone(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(cuda, "_is_here", lambda x: True)
     monkeypatch.setattr(cuda, "_loops", fail)
-    cuda._works.cache_clear()
+    cuda._works.clear()
     x = torch.randn(9)
     with pytest.warns(
         UserWarning, match="without kernels on cpu: Failed to find C compiler"
     ) as seen:
         assert cuda.relu(x, False) is cuda.piecewise(x, False, "hardtanh", -1.0, 1.0) is None
     assert len(seen) == 1
-    cuda._works.cache_clear()
+    cuda._works.clear()
 
 
 def test_everything_works_without_them() -> None:

@@ -369,8 +369,7 @@ class Fills(nn.Linear):
 
 
 def test_what_a_forward_fills_is_left_as_it_was():
-    cache, model = Cache(), nn.Sequential()
-    model = Fills(4, 4)
+    cache, model = Cache(), Fills(4, 4)
     memsave.report(model, torch.ones(2, 4), cache=cache)
     with pytest.warns(UserWarning, match="nothing to convert"):
         memsave.convert(model, {"x": torch.ones(2, 4), "cache": cache})

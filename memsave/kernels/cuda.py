@@ -39,20 +39,17 @@ def _is_here(x: Tensor) -> bool:
     return x.is_cuda
 
 
-#: Devices that Triton has been found to compile for.
-_seen: set[torch.device] = set()
+#: What :func:`_compiles` has said of a device.
+_works: dict[torch.device, bool] = {}
 
 
-@cache
-def _works(device: torch.device) -> bool:
+def _compiles(device: torch.device) -> bool:
     """Whether Triton compiles for this device. (It needs a compiler for C, too.)"""
     try:
         x = torch.ones(8, device=device)
         bits = empty_bits(x)
         _run("to_bits", x, x, bits, 0.0, 0.0, "above", False)
-        does = bits.item() == 255
-        _seen.update([device] if does else [])
-        return does
+        return bits.item() == 255
     except Exception as error:  # of whatever kind: its compiler runs several
         warnings.warn(f"memsave runs without kernels on {device}: {error}", stacklevel=2)
         return False
@@ -61,9 +58,11 @@ def _works(device: torch.device) -> bool:
 def _has_memory(x: Tensor, stride: tuple[int, ...]) -> bool:
     if not _is_here(x) or not has_memory(x, stride):
         return False
-    # (A CUDA graph cannot have the first look at a device in it, which waits for that.)
-    is_graph = x.is_cuda and torch.cuda.is_current_stream_capturing()
-    return x.device in _seen if is_graph else _works(x.device)
+    if x.device not in _works:
+        if x.is_cuda and torch.cuda.is_current_stream_capturing():
+            return False  # The first look waits for the device, which a CUDA graph cannot.
+        _works[x.device] = _compiles(x.device)
+    return _works[x.device]
 
 
 def _run(loop: str, x: Tensor, y: Tensor, bits: Tensor, *rest: Any) -> None:
