@@ -161,7 +161,8 @@ def _run(name: str, args: argparse.Namespace, rest: list[str], argv: Sequence[st
         only,
         args.size,
         command,
-        whole=only == cases and chosen == config,
+        options=_options(chosen, config),
+        whole=only == cases and _selection(chosen) == _selection(config),
         folder=args.results or results.FOLDER,
         workers=args.workers,
     )
@@ -180,6 +181,21 @@ def _run(name: str, args: argparse.Namespace, rest: list[str], argv: Sequence[st
         print("stopped; the same command goes on", file=sys.stderr)
         return 130
     return _show(experiment, run, records)
+
+
+def _selection(config: Any) -> dict[str, Any]:
+    """The options that say which cases there are."""
+    return {name: value for name, value in vars(config).items() if isinstance(value, tuple)}
+
+
+def _options(chosen: Any, usual: Any) -> str:
+    """The options that say how cases are measured, where they are not those of the size."""
+    said = []
+    for name, value in vars(chosen).items():
+        if value != vars(usual)[name] and not isinstance(value, tuple):
+            flag = f"--{name.replace('_', '-')}"
+            said.append(flag if value is True else f"{flag} {value}")
+    return " ".join(said)
 
 
 def _too_large(experiment: Any, large: list[Any]) -> str:

@@ -345,4 +345,5 @@ EXPERIMENT = Experiment(
     summary=summary,
     memory=memory,
     exact=True,
+    accelerator=False,
 )

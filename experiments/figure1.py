@@ -243,7 +243,7 @@ def peaks(case: Case) -> dict[str, Any]:
     _step(network, x)  # compiles
     network.zero_grad()
     forward = peak_bytes(lambda: network(x), x.device)
-    peak = peak_bytes(lambda: _step(network, x), x.device)
+    peak = peak_bytes(lambda: _step(network, x), x.device, network.zero_grad)
     return {
         "parameters": sum(p.nbytes for p in (*network.parameters(), *network.buffers())),
         "data": x.nbytes,

@@ -223,9 +223,10 @@ def measure(case: Case) -> dict[str, Any]:
     x, labels = (of[: case.batch] for of in data[1])
     if case.what in PEAKS:
         train = prepare(PEAKS[case.what], case, step, data[1])
+        forget = train.optimizer.zero_grad
         train(x, labels)
-        train.optimizer.zero_grad()
-        return {"peak_bytes": peak_bytes(partial(train, x, labels), x.device)}
+        forget()
+        return {"peak_bytes": peak_bytes(partial(train, x, labels), x.device, forget)}
     steps = {name: partial(prepare(name, case, step, data[1]), x, labels) for name in MODELS}
     return {"times": compare(steps, case.repeats)}
 

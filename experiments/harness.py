@@ -46,8 +46,8 @@ class Experiment(Generic[Config, Case]):
         misses: What of the records is above its target, a sentence each.
         plot: The records as a figure.
         memory: Bytes that it takes to measure a case; on an accelerator where there is one.
-        apart: Fields of cases. All cases together replace older ones that have the same values.
         exact: Whether the figures are counts, which do not mind what else the machine does.
+        accelerator: Whether it is measured on one where there is one. (Counts are not.)
         backend: Processes of "torch" start as forks of one that has imported the experiment and
             done nothing else. JAX does not like forks.
     """
@@ -62,14 +62,19 @@ class Experiment(Generic[Config, Case]):
     summary: Callable[[Sequence[Record[Case]]], str] | None = None
     summarized: Callable[[Case], bool] = lambda case: True
     memory: Callable[[Case], int] = lambda case: 2 * GIB
-    apart: tuple[str, ...] = ()
     exact: bool = False
+    accelerator: bool = True
     backend: Literal["torch", "jax"] = "torch"
 
     @property
     def name(self) -> str:
         """On the command line, and of the results: that of the module."""
         return self.measure.__module__.rpartition(".")[2]
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Those with which a case is measured here."""
+        return results.settings(self.backend, self.accelerator)
 
     def config(self, size: str) -> Config:
         """The configuration of a size."""
@@ -85,9 +90,9 @@ class Run(Generic[Case]):
     """Cases to be measured.
 
     Attributes:
-        size, command: To be told in the results.
-        whole: Whether these are all cases of that size, by no options, so that they replace all
-            older ones (but those that the experiment sets apart).
+        size, options, command: To be told in the results.
+        whole: Whether these are all cases of that size by these options, so that they replace all
+            older ones.
         folder: Of the results.
         workers: How many processes at once. Times are measured by one at once, whatever this is.
         failed: Cases that could not be measured, and why.
@@ -97,6 +102,7 @@ class Run(Generic[Case]):
     cases: list[Case]
     size: str
     command: str
+    options: str = ""
     whole: bool = True
     folder: Path = results.FOLDER
     workers: int = 1
@@ -114,7 +120,7 @@ class Run(Generic[Case]):
 
     def left(self, anywhere: bool = False) -> list[Case]:
         """What an earlier run, stopped, has not measured: on a machine like this, or on any."""
-        here = {} if anywhere else results.settings(self.experiment.backend)
+        here = {} if anywhere else self.experiment.settings
 
         def is_done(case: Case) -> bool:
             record = self.parts.read(plain(case))
@@ -128,11 +134,11 @@ class Run(Generic[Case]):
         try:
             with ProcessPoolExecutor(1, mp_context=self._context()) as process:
                 record = process.submit(
-                    _record, experiment.measure, experiment.backend, case
+                    _record, experiment.measure, case, experiment.backend, experiment.accelerator
                 ).result()
         except Exception as error:
             return error
-        self.parts.write(record, self.command)
+        self.parts.write(record, options=self.options, command=self.command)
         return None
 
     def _context(self) -> BaseContext:
@@ -170,7 +176,7 @@ class Run(Generic[Case]):
         finished = len(fresh) == len(self.cases)
         name = self.experiment.name
         whole = self.whole and finished
-        results.replace(self.folder, name, fresh, whole, self.experiment.apart)
+        results.replace(self.folder, name, fresh, whole)
         if finished:
             self.parts.remove()
         return self.experiment.typed(fresh)
@@ -181,5 +187,5 @@ def plain(case: Any) -> dict[str, Any]:
     return asdict(case)
 
 
-def _record(measure: Callable[[Any], dict[str, Any]], backend: str, case: Any) -> Plain:
-    return Record(plain(case), measure(case), results.settings(backend))
+def _record(measure: Callable[[Any], dict[str, Any]], case: Any, *where: Any) -> Plain:
+    return Record(plain(case), measure(case), results.settings(*where))

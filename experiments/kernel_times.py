@@ -30,7 +30,7 @@ from memsave import function, functional, kernels, spec
 from memsave.kernels import reference
 from memsave.kernels.reference import Like
 
-from .harness import GIB, Experiment
+from .harness import Experiment
 from .measure import compare
 from .render import quartiles, table
 from .results import Record
@@ -236,5 +236,5 @@ EXPERIMENT = Experiment(
     cases=cases,
     measure=measure,
     table=show,
-    memory=lambda case: 2 * GIB,
+    accelerator=False,
 )

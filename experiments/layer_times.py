@@ -311,12 +311,7 @@ def measure(case: Case) -> dict[str, Any]:
 
 
 def show(records: Sequence[Record[Case]]) -> str:
-    """A row per case; those with ``--compare`` in a table of their own."""
-    parts = ([r for r in records if r.case.compare is compared] for compared in (False, True))
-    return "\n\n".join(_table(part) for part in parts if part)
-
-
-def _table(records: Sequence[Record[Case]]) -> str:
+    """A row per case."""
     others = [name for record in records for name in record.figures["times"]]
     others = [name for name in dict.fromkeys(others) if name not in ("stock", "memsave", AGAIN)]
     return table(
@@ -388,6 +383,5 @@ EXPERIMENT = Experiment(
     misses=misses,
     summary=summary,
     summarized=lambda case: case.layer in IN_MOST_MODELS and not case.compare,
-    apart=("compare",),
     memory=lambda case: 6 * GIB if case.size == "100 MB" else 2 * GIB,
 )

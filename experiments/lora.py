@@ -207,4 +207,5 @@ EXPERIMENT = Experiment(
     table=show,
     misses=misses,
     exact=True,
+    accelerator=False,
 )

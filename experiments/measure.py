@@ -44,14 +44,20 @@ def kept_bytes(forward: Callable[[], Any], device: torch.device | None = None) -
     return sum(_allocations(forward))
 
 
-def peak_bytes(step: Callable[[], Any], device: torch.device | None = None) -> int:
+def peak_bytes(
+    step: Callable[[], Any],
+    device: torch.device | None = None,
+    forget: Callable[[], Any] = lambda: None,
+) -> int:
     """Allocator peak of one step in bytes, above what was allocated before it.
 
-    On CPU the running sum over the allocator's own events, as the profiler records them.
+    On CPU the running sum over the allocator's own events, as the profiler records them. ``forget``
+    frees what a step leaves (gradients): on CUDA one is taken before the one that counts.
     """
     gc.collect()
     if device is not None and device.type == "cuda":
         step()  # (as above)
+        forget()
         torch.cuda.synchronize(device)
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)

@@ -132,9 +132,13 @@ class Subject:
 
     def run(self) -> None:
         """A forward and a backward pass, which leave fresh gradients."""
+        self.forget()
+        self.forward().backward()
+
+    def forget(self) -> None:
+        """Free the gradients."""
         self.step.zero_grad()
         self.x.grad = None
-        self.forward().backward()
 
     def gradients(self) -> dict[str, Tensor]:
         """Copies of them by the names of the parameters; and of x."""
@@ -323,10 +327,9 @@ def _measure_model(case: Case) -> dict[str, Any]:
     SAVERS[case.saver].apply(subject)
     subject.run()
     gradients = subject.gradients()
-    subject.step.zero_grad()
-    subject.x.grad = None
+    subject.forget()
     kept = kept_bytes(subject.forward, subject.x.device)
-    peak = peak_bytes(lambda: subject.forward().backward(), subject.x.device)
+    peak = peak_bytes(lambda: subject.forward().backward(), subject.x.device, subject.forget)
 
     stock = Subject(Case(**{**asdict(case), "saver": "stock"}))
     stock.run()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -59,17 +60,19 @@ def range_of_noise(all_times: Iterable[Mapping[str, Any]]) -> str:
     return f"{min(ratios):.2f} to {max(ratios):.2f}" if ratios else ""
 
 
-def sections(experiment: Experiment[Any, Any], folder: Path) -> dict[tuple[str, str], list[Record]]:
-    """The records of an experiment by size and device."""
-    found: dict[tuple[str, str], list[Record]] = {}
+Key = tuple[str, str, str]
+
+
+def sections(experiment: Experiment[Any, Any], folder: Path) -> dict[Key, list[Record]]:
+    """The records of an experiment by size, options and device."""
+    found: dict[Key, list[Record]] = {}
     for record in experiment.typed(results.read(folder, experiment.name)):
-        key = (record.settings["size"], record.settings["device"])
-        found.setdefault(key, []).append(record)
+        found.setdefault(results.section(record), []).append(record)
     return found
 
 
 def plot(experiment: Experiment[Any, Any], folder: Path) -> list[Path]:
-    """Save the figures of an experiment, one per size and device."""
+    """Save the figures of an experiment, one per section."""
     if experiment.plot is None:
         return []
     import matplotlib
@@ -82,18 +85,23 @@ def plot(experiment: Experiment[Any, Any], folder: Path) -> list[Path]:
     return paths
 
 
-def _image(name: str, key: tuple[str, str]) -> str:
-    size, device = key
-    words = [name, *[size] * (size != "default"), *[device] * (device != "x86_64")]
-    return "-".join(words).replace(" ", "_") + ".png"
+def _image(name: str, key: Key) -> str:
+    size, options, device = key
+    words = [name, *[size] * (size != "default"), *options.split(), device]
+    text = "-".join(word.strip("-") for word in words if word != "x86_64")
+    return re.sub(r"[^\w.-]+", "_", text) + ".png"
 
 
 def page(experiments: Iterable[Experiment[Any, Any]], folder: Path) -> Path:
     """Write the page with the tables and plots of all results."""
     text = ["# Results", "Made by `python -m experiments plot` from the files in this folder."]
     for experiment in experiments:
-        for key, records in sections(experiment, folder).items():
-            text += [f"## {experiment.name}", *_section(experiment, key, records, folder)]
+        found = sections(experiment, folder)
+        if found:
+            doc = sys.modules[experiment.measure.__module__].__doc__ or ""
+            text += [f"## {experiment.name}", doc]
+        for key, records in found.items():
+            text += _section(experiment, key, records, folder)
     path = folder / PAGE
     path.write_text("\n\n".join(part.strip("\n") for part in text) + "\n")
     return path
@@ -122,6 +130,8 @@ def fill(text: str, experiment: Callable[[str], Experiment[Any, Any]], folder: P
 
 def _summary(experiment: Experiment[Any, Any], records: list[Record]) -> Iterable[str]:
     records = [record for record in records if experiment.summarized(record.case)]
+    if not records:
+        return
     yield (experiment.summary or experiment.table)(records)
     commands = dict.fromkeys(record.settings["command"] for record in records)
     devices = dict.fromkeys(_device(record) for record in records)
@@ -129,11 +139,11 @@ def _summary(experiment: Experiment[Any, Any], records: list[Record]) -> Iterabl
 
 
 def _section(
-    experiment: Experiment[Any, Any], key: tuple[str, str], records: list[Record], folder: Path
+    experiment: Experiment[Any, Any], key: Key, records: list[Record], folder: Path
 ) -> Iterable[str]:
-    import sys
-
-    yield sys.modules[experiment.measure.__module__].__doc__ or ""
+    size, options, _ = key
+    if (size, options) != ("default", ""):
+        yield f"### {experiment.name}, {size} {options}".rstrip()
     for command in dict.fromkeys(record.settings["command"] for record in records):
         yield f"    {command}"
     taken = dict.fromkeys(_versions(record) for record in records)
@@ -145,7 +155,7 @@ def _section(
 
 
 def _versions(record: Record) -> str:
-    hidden = ("size", "command", "source", "device", "processor")
+    hidden = ("size", "options", "command", "source", "device", "processor")
     said = [f"{name} {value}" for name, value in record.settings.items() if name not in hidden]
     return f"{', '.join(said)} on {_device(record)}"
 

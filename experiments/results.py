@@ -37,13 +37,18 @@ class Record(Generic[Case]):
 Plain = Record[dict[str, Any]]
 
 
-def settings(backend: str) -> dict[str, Any]:
-    """Versions, device, and threads that a result is taken with, and of which source."""
+def settings(backend: str, accelerator: bool = True) -> dict[str, Any]:
+    """Versions, device, and threads that a result is taken with, and of which source.
+
+    Args:
+        backend: "torch" or "jax".
+        accelerator: Whether it is measured on one where there is one.
+    """
     libraries = ("torch", "transformers") if backend == "torch" else ("jax", "flax")
     return {
         "python": platform.python_version(),
         **{name: version(name) for name in libraries},
-        "device": device(backend),
+        "device": device(backend) if accelerator else platform.machine(),
         "processor": processor(),
         "threads": int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1)),
         "source": _source(),
@@ -95,6 +100,12 @@ def free_memory() -> int:
 # The file of an experiment.
 
 
+def section(record: Record[Any]) -> tuple[str, str, str]:
+    """What is shown in one table: what was measured at one size, by the same options, and where."""
+    settings = record.settings
+    return settings["size"], settings["options"], settings["device"]
+
+
 def read(folder: Path, name: str) -> list[Plain]:
     """All records of an experiment."""
     path = folder / f"{name}.jsonl"
@@ -108,21 +119,17 @@ def read(folder: Path, name: str) -> list[Plain]:
     return records
 
 
-def replace(
-    folder: Path, name: str, fresh: Sequence[Plain], whole: bool, apart: Sequence[str] = ()
-) -> None:
-    """Put records in the place of older ones, of the same size and device; new ones at the end.
+def replace(folder: Path, name: str, fresh: Sequence[Plain], whole: bool) -> None:
+    """Put records in the place of older ones of the same section; new ones at the end.
 
     Args:
         whole: Whether these are all cases, so that others are not measured any more.
-        apart: Fields of cases: what has another value of one of them stays all the same.
     """
     if not fresh:
         return
 
     def place(record: Plain) -> tuple[str, ...]:
-        case = [str(record.case[key]) for key in apart] if whole else [_text(record.case)]
-        return (record.settings["size"], record.settings["device"], *case)
+        return section(record) if whole else (*section(record), _text(record.case))
 
     older = read(folder, name)
     if whole:
@@ -174,9 +181,9 @@ class Parts:
     def _file(self, case: dict[str, Any]) -> Path:
         return self.path / f"{hashlib.sha256(_text(case).encode()).hexdigest()[:24]}.json"
 
-    def write(self, record: Plain, command: str) -> None:
-        """Keep a finished case."""
-        taken = {**record.settings, "size": self.size, "command": command}
+    def write(self, record: Plain, **told: str) -> None:
+        """Keep a finished case, and with its settings what else is to be told of it."""
+        taken = {**record.settings, "size": self.size, **told}
         line = {"case": record.case, "figures": record.figures, "settings": taken}
         _write(self._file(record.case), json.dumps(line))
 

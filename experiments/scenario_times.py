@@ -44,8 +44,8 @@ class Config:
 
     ``batch`` of images, and a ``larger_batch`` for ``small_models``, of which the calls of Python
     take a part that shows; ``short_steps`` vary more, and are taken more often; ``sequences`` of a
-    transformer (0: the paper's); ``layers`` those of a transformer (0: as published); ``size`` of
-    images in pixels.
+    transformer (0: the paper's), one batch or several; ``layers`` those of a transformer (0: as
+    published); ``size`` of images in pixels.
     """
 
     models: tuple[str, ...] = MODELS
@@ -54,7 +54,7 @@ class Config:
     small_models: tuple[str, ...] = ("MobileNetV3",)
     larger_batch: int = 32
     short_steps: tuple[str, ...] = ("MobileNetV3", "ViT")
-    sequences: int = 2
+    sequences: tuple[int, ...] = (2,)
     layers: int = 4
     size: int = 224
     repeats: int = 7
@@ -78,7 +78,7 @@ def cases(config: Config) -> Iterator[Case]:
     for name in config.models:
         model = paper.MODELS[name]
         images = model.width is None
-        batches = [(config.batch if images else config.sequences) or model.batch]
+        batches = [size or model.batch for size in ([config.batch] if images else config.sequences)]
         if config.batch and name in config.small_models:
             batches.append(config.larger_batch)
         size = config.size if images else paper.SEQUENCE
@@ -101,11 +101,15 @@ class Side:
 
     def __call__(self) -> Tensor:
         """One forward and backward pass from the same seed; returns the loss."""
-        self.step.zero_grad()
-        self.x.grad = None
+        self.forget()
         loss = self.forward()
         loss.backward()
         return loss.detach()
+
+    def forget(self) -> None:
+        """Free the gradients."""
+        self.step.zero_grad()
+        self.x.grad = None
 
     def forward(self) -> Tensor:
         """The loss, from the same seed."""
@@ -147,7 +151,7 @@ def measure(case: Case) -> dict[str, Any]:
         device = one.x.device
         return {
             "kept_bytes": kept_bytes(one.forward, device),
-            "peak_bytes": peak_bytes(one, device),
+            "peak_bytes": peak_bytes(one, device, one.forget),
         }
     ours = converted(stock)
     loss, gradients = stock().item(), stock.gradients()
@@ -260,7 +264,7 @@ EXPERIMENT = Experiment(
             ("ResNet-50",), ("All", "Input (BN eval)", "Norm"), batch=2, size=128, repeats=3
         ),
         "default": Config(),
-        "paper": Config(tuple(paper.MODELS), batch=0, sequences=0, layers=0, repeats=15),
+        "paper": Config(tuple(paper.MODELS), batch=0, sequences=(0,), layers=0, repeats=15),
     },
     case=Case,
     cases=cases,

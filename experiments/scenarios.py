@@ -253,4 +253,5 @@ EXPERIMENT = Experiment(
     plot=plot,
     summary=summary,
     exact=True,
+    accelerator=False,
 )

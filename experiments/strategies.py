@@ -325,7 +325,8 @@ def measure(case: Case) -> dict[str, Any]:
 def _measure(case: Case) -> dict[str, Any]:
     strategy, task = STRATEGIES[case.strategy], Task(case)
     task.warm_up(None if strategy.warms_up else 2)
-    peak = peak_bytes(lambda: strategy.loop(task, 2), task.x.device)
+    forget = task.optimizer.zero_grad
+    peak = peak_bytes(lambda: strategy.loop(task, 2), task.x.device, forget)
     gradients = task.gradients()
 
     stock = Task(Case(**{**vars(case), "strategy": "stock", "memsave": False}))

@@ -307,4 +307,5 @@ EXPERIMENT = Experiment(
     summary=summary,
     misses=misses,
     exact=True,
+    accelerator=False,
 )

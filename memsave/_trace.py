@@ -345,7 +345,7 @@ def run(
 
     inputs, kwargs = tree_map(own, (inputs, kwargs))
     with (
-        torch.random.fork_rng(enabled=not fake),
+        torch.random.fork_rng(_cuda_devices(), enabled=not fake),
         torch.enable_grad(),
         _left_as_it_was(model),
         Recorder(model) as recorder,
@@ -365,6 +365,11 @@ def run(
     trace = Trace(recorder.held(), recorder.calls, recorder.predictions, free, given)
     del output
     return trace
+
+
+def _cuda_devices() -> list[int]:
+    """All whose random state may change. (Unnamed, torch warns where there are several.)"""
+    return [*range(torch.cuda.device_count())] if torch.cuda.is_initialized() else []
 
 
 class Trace:

@@ -111,7 +111,7 @@ def test_results_of_other_sizes_and_devices_stay(tmp_path):
     ]
 
 
-def test_what_is_set_apart_stays(tmp_path):
+def test_what_is_measured_by_other_options_stands_apart(tmp_path):
     run(tmp_path)
     assert run(tmp_path, "--numbers", "4", "--gib", "0.5") == 0
     assert run(tmp_path, "--numbers", "5") == 0
@@ -123,6 +123,13 @@ def test_what_is_set_apart_stays(tmp_path):
     assert found() == [(1, 0.0), (2, 0.0), (3, 0.0), (4, 0.5), (5, 0.0)]
     assert run(tmp_path) == 0
     assert found() == [(1, 0.0), (2, 0.0), (3, 0.0), (4, 0.5)]
+    assert run(tmp_path, "--gib", "0.5") == 0
+    assert found() == [(number, gib) for number in (1, 2, 3) for gib in (0.0, 0.5)]
+    usual, other = (tmp_path / render.PAGE).read_text().split("### toy_experiment, default")
+    assert other.startswith(" --gib 0.5\n")
+    for part in (usual, other):
+        assert [part.count(f"| {number}      |") for number in (1, 2, 3)] == [1, 1, 1]
+    assert (tmp_path / "toy_experiment-gib-0.5.png").exists()
 
 
 def test_some_cases_replace_only_themselves(tmp_path):
@@ -275,7 +282,7 @@ def test_what_an_older_source_left_is_no_result_of_a_run_that_fails(tmp_path, mo
     old = one.parts.read(harness.plain(cases[0]))
     assert old is not None
     old.settings["source"] = "older"
-    one.parts.write(old, "command")
+    one.parts.write(old)
     monkeypatch.setattr(one, "measure", lambda case: ValueError("no more"))
     assert one.run() == []
     assert one.failed.keys() == {*cases}

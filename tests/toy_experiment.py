@@ -76,6 +76,5 @@ EXPERIMENT = Experiment(
     misses=misses,
     plot=plot,
     memory=lambda case: int(case.gib * 2**30),
-    apart=("gib",),
     exact=True,
 )
