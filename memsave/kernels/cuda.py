@@ -1,4 +1,5 @@
-"""Bits on CUDA devices by the loops of triton_loops.py: one pass, where the reference has several.
+"""Kernels of CUDA devices by the loops of triton_loops.py: one pass, where the reference has
+several.
 
 Each function is that of its name in :mod:`memsave.kernels.reference`, or returns ``None`` where it
 does not apply. Triton, which PyTorch brings along for CUDA, is imported with the first call that
@@ -16,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .memory import empty_bits, has_memory, in_order
-from .reference import INTEGERS, PIECES, TESTS, Like
+from .memory import empty_bits, has_memory, in_order, layout_of_pool, planes
+from .reference import INTEGERS, PIECES, TESTS, Like, Rows, Windows
 
 if find_spec("triton") is None:
     raise ImportError("no triton")
@@ -28,6 +29,13 @@ PIECEWISE = ("hardshrink", "hardtanh", "leaky_relu", "threshold")
 NARROW = (torch.float32, torch.bfloat16, torch.float16)
 #: Of bits, by one program.
 BYTES = 256
+#: Of poolings by one program, of norms by one at once.
+ELEMENTS = 1024
+#: Dtypes of norms and poolings.
+FLOATS = (*NARROW, torch.float64)
+#: The longest row that one program has at once; how many programs share the rows, where each sums
+#: over its own.
+LONGEST_ROW, PROGRAMS = 1 << 14, 256
 
 
 @cache
@@ -163,6 +171,94 @@ def scale(
     if inplace:
         torch.autograd.graph.increment_version(x)
     return y
+
+
+def max_pool(x: Tensor, windows: Windows) -> tuple[Tensor, Tensor] | None:
+    """In one pass, without indices."""
+    layout = _layout_of_pool(x, windows)
+    if layout is None:
+        return None
+    shape = (*x.shape[: -len(windows.inputs)], *windows.outputs)
+    y = torch.empty(shape, dtype=x.dtype, memory_format=layout, device=x.device)
+    offsets = torch.empty_like(y, dtype=torch.uint8)
+    _pool("max_pool", x, y, offsets, windows, layout)
+    return y, offsets
+
+
+def unpool(g: Tensor, offsets: Tensor, windows: Windows, like: Like) -> Tensor | None:
+    """In one pass; windows that overlap are added in the order of stock's."""
+    layout = _layout_of_pool(offsets, windows)
+    if layout is None or g.dtype not in FLOATS or not _is_here(g) or g.shape != offsets.shape:
+        return None
+    g = g.contiguous(memory_format=layout)
+    if not _has_memory(g, g.stride()):
+        return None
+    dx = torch.empty(like.shape, dtype=g.dtype, memory_format=layout, device=g.device)
+    _pool("unpool", g, dx, offsets, windows, layout)
+    return dx
+
+
+def _layout_of_pool(x: Tensor, windows: Windows) -> torch.memory_format | None:
+    if x.dtype not in (*FLOATS, torch.uint8) or not _has_memory(x, x.stride()):
+        return None
+    return layout_of_pool(x, windows)
+
+
+def _pool(
+    loop: str,
+    x: Tensor,
+    y: Tensor,
+    offsets: Tensor,
+    windows: Windows,
+    layout: torch.memory_format,
+) -> None:
+    size, (_, channels) = y.numel(), planes(x, windows, layout)
+    inputs, outputs, *options = windows.in_three_axes()
+    far = max(size, x.numel()) + ELEMENTS >= 1 << 31
+    with torch.cuda.device_of(x):
+        getattr(_loops(), loop)[(-(-size // ELEMENTS),)](
+            x, y, offsets, size, channels, *inputs, *outputs, *options, far, ELEMENTS
+        )
+
+
+def norm(rows: Rows, wrt: frozenset[str]) -> dict[str, Tensor] | None:
+    """Of rows, in one pass; sums over them by program."""
+    g, kept, mean, rstd, weight, bias, shift, from_output, centered, groups = rows
+    features = g.shape[-1] if g.ndim else 0
+    if groups is not None or not 0 < features <= LONGEST_ROW or not g.numel():
+        return None
+    if g.dtype not in FLOATS or kept.dtype != g.dtype or kept.shape != g.shape:
+        return None
+    g, kept = g.contiguous(), kept.contiguous()
+    vectors = [None if v is None else v.contiguous() for v in (mean, rstd, weight, bias)]
+    if not all(v is None or _has_memory(v, v.stride()) for v in (g, kept, *vectors)):
+        return None
+    count, block = g.numel() // features, 1 << (features - 1).bit_length()
+    at_once = max(1, ELEMENTS // block)
+    programs = -(-count // at_once) if wrt == {"x"} else min(-(-count // at_once), PROGRAMS)
+    wide = torch.promote_types(g.dtype, torch.float32)
+    grads = {"x": torch.empty_like(g)} if "x" in wrt else {}
+    for name in ("weight", "bias"):
+        if name in wrt:
+            grads[name] = g.new_empty(programs, features, dtype=wide)
+    with torch.cuda.device_of(g):
+        _loops().norm[(programs,)](
+            g,
+            kept,
+            *(g if v is None else v for v in vectors),
+            *(grads.get(name, g) for name in ("x", "weight", "bias")),
+            count,
+            features,
+            float(shift),
+            from_output,
+            *(vectors[k] is not None for k in (0, 2, 3)),
+            centered,
+            *(name in wrt for name in ("x", "weight", "bias")),
+            at_once,
+            block,
+            num_warps=4 if block <= 1024 else 8 if block <= 4096 else 16,
+        )
+    return {name: grad if name == "x" else grad.sum(0) for name, grad in grads.items()}
 
 
 @lru_cache(maxsize=64)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 from torch._C import (
@@ -12,10 +14,12 @@ from torch._C import (
 from torch.nn import Parameter
 from torch.utils._device import DeviceContext
 
-from .reference import Like, is_dense
+from .reference import Like, Windows, is_dense
 
 #: Formats of tensors of so many axes that store the channels last.
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
+#: Places in the largest window, of which a byte holds an offset.
+LARGEST_WINDOW = 256
 
 
 def len_of_functions() -> int:
@@ -37,6 +41,29 @@ def has_memory(x: Tensor, stride: tuple[int, ...]) -> bool:
         and x.stride() == stride
         and (x.is_contiguous() or is_dense(Like.of(x)))
     )
+
+
+def layout_of_pool(x: Tensor, windows: Windows) -> torch.memory_format | None:
+    """How the input (or output) of a pooling is stored, where that is clear (to torch, too: one
+    channel is first and last) and a byte holds its offsets.
+    """
+    if math.prod(windows.kernel) > LARGEST_WINDOW or not x.numel() or not 1 <= x.ndim <= 5:
+        return None
+    first, last = x.is_contiguous(), FORMATS.get(x.ndim)
+    if len(windows.inputs) + 2 != x.ndim:
+        return torch.contiguous_format if first else None
+    if last is None:
+        return torch.contiguous_format if first and x.shape[1] > 1 else None
+    if first == x.is_contiguous(memory_format=last):
+        return None
+    return torch.contiguous_format if first else last
+
+
+def planes(x: Tensor, windows: Windows, layout: torch.memory_format) -> tuple[int, int]:
+    """How many images are stored, and how many channels each of their places has."""
+    if layout is torch.contiguous_format:
+        return math.prod(x.shape[: -len(windows.inputs)]), 1
+    return x.shape[0], x.shape[1]
 
 
 def empty_bits(x: Tensor) -> Tensor:

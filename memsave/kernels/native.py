@@ -18,7 +18,7 @@ from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
 from torch.nn import Parameter
 
 from . import _native  # type: ignore[attr-defined]
-from .memory import FORMATS, in_order, len_of_functions
+from .memory import in_order, layout_of_pool, len_of_functions, planes
 from .reference import PIECES, TESTS, Like, Rows, Windows
 
 #: That of loops.h.
@@ -116,7 +116,7 @@ def norm(rows: Rows, wrt: frozenset[str]) -> dict[str, Tensor] | None:
     """In one pass over the rows; sums over them by thread."""
     g, kept, mean, rstd, weight, bias, shift, from_output, centered, per = rows
     loop = (NORM if per is None else GROUP_NORM).get(g.dtype)
-    if loop is None or kept.dtype != g.dtype:
+    if loop is None or kept.dtype != g.dtype or not g.is_cpu:
         return None
     if per is not None and not (kept.is_contiguous() and g.numel()):
         return None
@@ -216,10 +216,6 @@ def _channels(x: Tensor) -> tuple[int, int, int]:
     return x.shape[0], x.shape[1], x.shape[2:].numel()
 
 
-#: Places in the largest window, of which a byte holds an offset.
-LARGEST_WINDOW = 256
-
-
 def max_pool(x: Tensor, windows: Windows) -> tuple[Tensor, Tensor] | None:
     """In one pass, without indices."""
     layout = _layout(x, windows)
@@ -242,19 +238,7 @@ def unpool(g: Tensor, offsets: Tensor, windows: Windows, like: Like) -> Tensor |
 
 
 def _layout(x: Tensor, windows: Windows) -> torch.memory_format | None:
-    """How it is stored, where that is clear (to torch, too: one channel is first and last)."""
-    if math.prod(windows.kernel) > LARGEST_WINDOW or not x.numel() or not 1 <= x.ndim <= 5:
-        return None
-    if not _native.has_memory(x):
-        return None
-    first, last = x.is_contiguous(), FORMATS.get(x.ndim)
-    if len(windows.inputs) + 2 != x.ndim:
-        return torch.contiguous_format if first else None
-    if last is None:
-        return torch.contiguous_format if first and x.shape[1] > 1 else None
-    if first == x.is_contiguous(memory_format=last):
-        return None
-    return torch.contiguous_format if first else last
+    return layout_of_pool(x, windows) if _native.has_memory(x) else None
 
 
 def _pool(
@@ -265,20 +249,5 @@ def _pool(
     windows: Windows,
     layout: torch.memory_format,
 ) -> bool:
-    dims = len(windows.inputs)
-    first = layout is torch.contiguous_format
-    absent = (1,) * (3 - dims)
-    return _native.pool(
-        backwards,
-        math.prod(x.shape[:-dims]) if first else x.shape[0],
-        1 if first else x.shape[1],
-        x,
-        y,
-        offsets,
-        absent + windows.inputs,
-        absent + windows.outputs,
-        absent + windows.kernel,
-        absent + windows.stride,
-        (0,) * (3 - dims) + windows.padding,
-        absent + windows.dilation,
-    )
+    images = planes(x, windows, layout)
+    return _native.pool(backwards, *images, x, y, offsets, *windows.in_three_axes())

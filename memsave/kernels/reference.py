@@ -203,6 +203,12 @@ class Windows(NamedTuple):
     padding: tuple[int, ...]
     dilation: tuple[int, ...]
 
+    def in_three_axes(self) -> Windows:
+        """The same, with axes of one place in front."""
+        axes = 3 - len(self.inputs)
+        wide = {name: (1,) * axes + sizes for name, sizes in self._asdict().items()}
+        return Windows(**{**wide, "padding": (0,) * axes + self.padding})
+
 
 def max_pool(x: Tensor, windows: Windows) -> tuple[Tensor, Tensor] | None:
     """The output, and the offset of each maximum in its window (uint8, laid out as the output);

@@ -1,5 +1,5 @@
-"""The loops of cuda.py in Triton. Arrays are dense and in storage order; eight elements share a
-byte of bits, the first in the lowest.
+"""The loops of cuda.py in Triton. Arrays are dense; those that bits describe in storage order:
+eight elements share a byte, the first in the lowest.
 """
 
 # (No `from __future__ import annotations`: Triton reads the annotations.)
@@ -70,3 +70,195 @@ def from_bits(x, y, bits, size, low, high, KIND: tl.constexpr, BYTES: tl.constex
     else:
         w = (v.to(tl.float32) * tl.where(flag, low, high)).to(v.dtype)
     tl.store(y + element, w, mask=is_element)
+
+
+# Max pooling: windows of three axes, on images of three (the first may have one place each), whose
+# places have ``channels`` elements that lie side by side.
+
+
+@triton.jit
+def _at(index, channels, size_1, size_2, size_3):
+    """Of a flat index: image, places by axis, channel."""
+    channel = index % channels
+    index = index // channels
+    at_3 = index % size_3
+    index = index // size_3
+    at_2 = index % size_2
+    index = index // size_2
+    return index // size_1, index % size_1, at_2, at_3, channel
+
+
+@triton.jit
+def _flat(image, at_1, at_2, at_3, channel, channels, size_1, size_2, size_3):
+    """The inverse."""
+    return (((image * size_1 + at_1) * size_2 + at_2) * size_3 + at_3) * channels + channel
+
+
+@triton.jit
+def max_pool(
+    x,
+    y,
+    offsets,
+    size,
+    channels,
+    in_1,
+    in_2,
+    in_3,
+    out_1,
+    out_2,
+    out_3,
+    KERNEL: tl.constexpr,
+    STRIDE: tl.constexpr,
+    PADDING: tl.constexpr,
+    DILATION: tl.constexpr,
+    FAR: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The largest of each window, and its offset. (``FAR``: indices have over 31 bits.)"""
+    start = tl.program_id(0).to(tl.int64) if FAR else tl.program_id(0)
+    index = start * BLOCK + tl.arange(0, BLOCK)
+    is_in = index < size
+    image, o_1, o_2, o_3, channel = _at(index, channels, out_1, out_2, out_3)  # type: ignore[misc]
+    best = tl.full([BLOCK], float("-inf"), x.dtype.element_ty)
+    offset = tl.full([BLOCK], -1, tl.int32)
+    for k_1 in range(KERNEL[0]):
+        i_1 = o_1 * STRIDE[0] - PADDING[0] + k_1 * DILATION[0]
+        for k_2 in range(KERNEL[1]):
+            i_2 = o_2 * STRIDE[1] - PADDING[1] + k_2 * DILATION[1]
+            for k_3 in range(KERNEL[2]):
+                i_3 = o_3 * STRIDE[2] - PADDING[2] + k_3 * DILATION[2]
+                there = (i_1 >= 0) & (i_1 < in_1) & (i_2 >= 0) & (i_2 < in_2)
+                there = there & (i_3 >= 0) & (i_3 < in_3) & is_in
+                place = _flat(image, i_1, i_2, i_3, channel, channels, in_1, in_2, in_3)
+                v = tl.load(x + place, mask=there, other=float("-inf"))
+                # The first place, a larger one than before, or (as stock's) the last nan.
+                taken = there & ((offset < 0) | (v > best) | (v != v))
+                best = tl.where(taken, v, best)
+                offset = tl.where(taken, (k_1 * KERNEL[1] + k_2) * KERNEL[2] + k_3, offset)
+    tl.store(y + index, best, mask=is_in)
+    tl.store(offsets + index, offset.to(tl.uint8), mask=is_in)
+
+
+@triton.jit
+def unpool(
+    g,
+    dx,
+    offsets,
+    size,
+    channels,
+    in_1,
+    in_2,
+    in_3,
+    out_1,
+    out_2,
+    out_3,
+    KERNEL: tl.constexpr,
+    STRIDE: tl.constexpr,
+    PADDING: tl.constexpr,
+    DILATION: tl.constexpr,
+    FAR: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Of each place the gradients of the windows whose offsets lead to it, in their order."""
+    start = tl.program_id(0).to(tl.int64) if FAR else tl.program_id(0)
+    index = start * BLOCK + tl.arange(0, BLOCK)
+    is_in = index < size
+    image, i_1, i_2, i_3, channel = _at(index, channels, in_1, in_2, in_3)  # type: ignore[misc]
+    wide = tl.float64 if g.dtype.element_ty == tl.float64 else tl.float32
+    total = tl.zeros([BLOCK], wide)
+    # As many windows as may cover a place, the last of which begins at it or before.
+    for w_1 in range((KERNEL[0] - 1) * DILATION[0] // STRIDE[0], -1, -1):
+        o_1 = (i_1 + PADDING[0]) // STRIDE[0] - w_1
+        t_1 = i_1 + PADDING[0] - o_1 * STRIDE[0]
+        for w_2 in range((KERNEL[1] - 1) * DILATION[1] // STRIDE[1], -1, -1):
+            o_2 = (i_2 + PADDING[1]) // STRIDE[1] - w_2
+            t_2 = i_2 + PADDING[1] - o_2 * STRIDE[1]
+            for w_3 in range((KERNEL[2] - 1) * DILATION[2] // STRIDE[2], -1, -1):
+                o_3 = (i_3 + PADDING[2]) // STRIDE[2] - w_3
+                t_3 = i_3 + PADDING[2] - o_3 * STRIDE[2]
+                there = (o_1 >= 0) & (o_1 < out_1) & (o_2 >= 0) & (o_2 < out_2)
+                there = there & (o_3 >= 0) & (o_3 < out_3) & is_in
+                there = there & (t_1 % DILATION[0] == 0) & (t_1 < KERNEL[0] * DILATION[0])
+                there = there & (t_2 % DILATION[1] == 0) & (t_2 < KERNEL[1] * DILATION[1])
+                there = there & (t_3 % DILATION[2] == 0) & (t_3 < KERNEL[2] * DILATION[2])
+                here = t_1 // DILATION[0] * KERNEL[1] + t_2 // DILATION[1]
+                here = here * KERNEL[2] + t_3 // DILATION[2]
+                place = _flat(image, o_1, o_2, o_3, channel, channels, out_1, out_2, out_3)
+                offset = tl.load(offsets + place, mask=there, other=0).to(tl.int32)
+                chosen = there & (offset == here)
+                total += tl.load(g + place, mask=chosen, other=0).to(wide)
+    tl.store(dx + index, total.to(g.dtype.element_ty), mask=is_in)
+
+
+# Norms.
+
+
+@triton.jit
+def norm(
+    g,
+    kept,
+    mean,
+    rstd,
+    weight,
+    bias,
+    dx,
+    dweight,
+    dbias,
+    rows,
+    features,
+    shift,
+    FROM_OUTPUT: tl.constexpr,
+    HAS_MEAN: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    CENTERED: tl.constexpr,
+    WANTS_X: tl.constexpr,
+    WANTS_WEIGHT: tl.constexpr,
+    WANTS_BIAS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The gradients of a norm of rows (see reference.py), of which a program has ``ROWS`` at once;
+    those of weight and bias of all that it has.
+    """
+    feature = tl.arange(0, BLOCK)[None, :]
+    is_feature = feature < features
+    wide = tl.float64 if g.dtype.element_ty == tl.float64 else tl.float32
+    scale = tl.full([1, BLOCK], 1, wide)
+    if HAS_WEIGHT:
+        scale = tl.load(weight + feature, mask=is_feature, other=1).to(wide) + shift
+    of_weight = tl.zeros([1, BLOCK], wide)
+    of_bias = tl.zeros([1, BLOCK], wide)
+    start = tl.program_id(0) * ROWS
+    while start < rows:
+        row = start + tl.arange(0, ROWS)[:, None]
+        is_in = (row < rows) & is_feature
+        place = row.to(tl.int64) * features + feature
+        dy = tl.load(g + place, mask=is_in, other=0).to(wide)
+        xhat = tl.load(kept + place, mask=is_in, other=0).to(wide)
+        if HAS_MEAN:
+            xhat = xhat - tl.load(mean + row, mask=row < rows, other=0)
+        if FROM_OUTPUT:
+            if HAS_BIAS:
+                xhat = xhat - tl.load(bias + feature, mask=is_feature, other=0).to(wide)
+            xhat = xhat / scale
+        else:
+            xhat = xhat * tl.load(rstd + row, mask=row < rows, other=0)
+        xhat = tl.where(is_in, xhat, 0)
+        if WANTS_WEIGHT:
+            of_weight += tl.sum(dy * xhat, axis=0)[None, :]
+        if WANTS_BIAS:
+            of_bias += tl.sum(dy, axis=0)[None, :]
+        if WANTS_X:
+            dxhat = dy * scale
+            away = xhat * (tl.sum(dxhat * xhat, axis=1) / features)[:, None]
+            if CENTERED:
+                away += (tl.sum(dxhat, axis=1) / features)[:, None]
+            new = (dxhat - away) * tl.load(rstd + row, mask=row < rows, other=0)
+            tl.store(dx + place, new.to(g.dtype.element_ty), mask=is_in)
+        start += tl.num_programs(0) * ROWS
+    place = tl.program_id(0) * features + feature
+    if WANTS_WEIGHT:
+        tl.store(dweight + place, of_weight, mask=is_feature)
+    if WANTS_BIAS:
+        tl.store(dbias + place, of_bias, mask=is_feature)
