@@ -41,7 +41,8 @@ from ._row import (
 def offset_bits(kernel: Iterable[int]) -> int:
     """Bits of the integer that holds an offset in a window of these sizes (an index into them)."""
     places = math.prod(kernel)
-    return 8 if places <= 1 << 8 else 16 if places <= 1 << 15 else 32
+    largest = {1 << 8: 8, 1 << 15: 16, 1 << 31: 32}
+    return next((bits for most, bits in largest.items() if places <= most), 64)
 
 
 def adaptive_kernel(inputs: Iterable[int], outputs: Iterable[int]) -> list[int]:

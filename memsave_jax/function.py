@@ -139,6 +139,7 @@ def differentiable(rule: Rule) -> Callable[..., Any]:
         return _FORMS[form](rule, {name: option for name, option, _ in static})
 
     def layer(*args: Any, **options: Any) -> Any:
+        args = tuple(map(_array, args))
         form = _form.value
         if (
             form == "stock"
@@ -159,6 +160,11 @@ def differentiable(rule: Rule) -> Callable[..., Any]:
     layer.__name__ = layer.__qualname__ = rule.row.name
     layer.__doc__ = f"The row ``{rule.row.name}`` as a differentiable function."
     return layer
+
+
+def _array(arg: Any) -> Any:
+    """What else JAX takes for an array (a variable of NNX), as one."""
+    return arg.__jax_array__() if hasattr(arg, "__jax_array__") else arg
 
 
 def _is_array(option: Any) -> bool:

@@ -5,9 +5,11 @@ for: that they are there and used, and keep the same bits.
 from __future__ import annotations
 
 import copy
+import gc
 import shutil
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -726,7 +728,11 @@ OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @needs_nodes
-@pytest.mark.parametrize("part", [lambda t: t.flatten()[:1], lambda t: t[:1]], ids=["one", "less"])
+@pytest.mark.parametrize(
+    "part",
+    [lambda t: t.flatten()[:1], lambda t: t[:1], lambda t: t[:0]],
+    ids=["one", "less", "none"],
+)
 @pytest.mark.parametrize("layer", OTHERS.values(), ids=OTHERS)
 def test_hooks_that_give_back_something_else(
     layer: Callable[[Tensor], Tensor], part: Callable[[Tensor], Tensor]
@@ -738,6 +744,54 @@ def test_hooks_that_give_back_something_else(
     assert type(y.grad_fn).__name__ == "MemsaveLayerBackward"
     with pytest.raises((RuntimeError, IndexError)):
         y.sum().backward()
+
+
+@pytest.mark.parametrize("shape", [(4096, 64), (4096,)], ids=["input", "statistic"])
+def test_hooks_that_give_back_something_else_to_a_rule(shape: tuple[int, ...]) -> None:
+    """Which a kernel does not read then."""
+    x = torch.randn(4096, 64, dtype=torch.bfloat16, requires_grad=True)
+
+    def part(tensor: Tensor) -> Tensor:
+        return tensor[:1].clone() if tensor.shape == shape else tensor
+
+    with saved_tensors_hooks(lambda tensor: tensor, part):
+        y = F.rms_norm(x, (64,))
+    assert type(y.grad_fn).__name__ != "MemsaveLayerBackward"
+    (dx,) = torch.autograd.grad(y.sum(), x)  # of what is broadcast
+    assert dx.isfinite().all()
+
+
+class Token:
+    """Lives as long as the graph that holds it."""
+
+
+@every_row
+def test_a_hook_that_raises_leaves_no_graph(row: Layer) -> None:
+    """As in recomputing a checkpoint, which stops at the last tensor that is kept."""
+    wrt = frozenset({next(iter(row.reads))})
+    for last in range(1, 9):
+        args = helpers.inputs(row, wrt, dtype=torch.float32)
+        args |= TAKES.get(row.name, lambda args: {})(args)
+        (name,) = wrt
+        args[name] = args[name] * 1
+        token = Token()
+        args[name].grad_fn.register_hook(lambda *_, token=token: None)
+        alive, count = weakref.ref(token), 0
+
+        def pack(tensor: Tensor, last: int = last) -> Tensor:
+            nonlocal count
+            count += 1
+            if count == last:
+                raise KeyError
+            return tensor
+
+        with saved_tensors_hooks(pack, lambda tensor: tensor):
+            raised = helpers.attempt(helpers.ours(row), *args.values(), **not_stock(row))
+        del args, token
+        if raised is not KeyError:
+            return  # Less is kept than that.
+        gc.collect()
+        assert alive() is None
 
 
 @needs_nodes

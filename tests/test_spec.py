@@ -129,11 +129,13 @@ def test_bits_that_depend_on_an_option() -> None:
         assert saved == {"offsets": 16 * bits}
 
 
-@pytest.mark.parametrize("kernel", [(1,), (16, 16), (17, 16), (32, 32, 32), (33, 32, 32)])
+@pytest.mark.parametrize(
+    "kernel", [(1,), (16, 16), (17, 16), (32, 32, 32), (33, 32, 32), (2**31 + 1,)]
+)
 def test_offset_bits_suffice(kernel: tuple[int, ...]) -> None:
     """uint8, or a signed integer, holds every offset; and none smaller does."""
     bits = offset_bits(kernel)
-    capacity = {8: 2**8, 16: 2**15, 32: 2**31}
+    capacity = {8: 2**8, 16: 2**15, 32: 2**31, 64: 2**63}
     places = 1
     for size in kernel:
         places *= size

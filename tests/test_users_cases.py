@@ -323,9 +323,21 @@ def test_instance_norm_of_one_example_with_a_channels_last_gradient(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_instance_norm_with_running_statistics_of_another_dtype(dtype: torch.dtype) -> None:
-    """Stock casts them, where batch norm raises."""
-    agree(lambda m: m.InstanceNorm2d(3, track_running_stats=True).to(dtype), 2, 3, 4, 4)
+@pytest.mark.parametrize("train", [True, False])
+def test_instance_norm_with_running_statistics_of_another_dtype(
+    train: bool, dtype: torch.dtype
+) -> None:
+    """Stock casts them, where batch norm raises or computes in a wider one."""
+
+    def make(m):
+        layer = m.InstanceNorm2d(3, track_running_stats=True).to(dtype).train(train)
+        layer.running_mean.data = torch.tensor([0.3, -1.7, 0.03])
+        layer.running_var.data = torch.tensor([1.3, 0.7, 2.9])
+        return layer
+
+    x = torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(0)).to(dtype)
+    agree(make, x=x)
+    assert make(memsave.nn)(x).equal(make(nn)(x))
 
 
 def test_batch_norm_1d_takes_features() -> None:

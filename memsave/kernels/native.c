@@ -1085,6 +1085,12 @@ static PyObject *has_memory(PyObject *module, PyObject *tensor) {
     return has < 0 ? NULL : PyBool_FromLong(has);
 }
 
+static size elements_of(const DLTensor *x) {
+    size elements = 1;
+    for (int k = 0; k < x->ndim; k++) elements *= x->shape[k];
+    return elements;
+}
+
 static PyObject *norm(PyObject *module, PyObject *args) {
     enum { G, KEPT, VECTORS, DX = VECTORS + 5, DWEIGHT, DBIAS, ALL };
     size loop, rows, threads;
@@ -1108,6 +1114,13 @@ static PyObject *norm(PyObject *module, PyObject *args) {
     for (size k = VECTORS; k < DX; k++)
         if (data[k] && (arrays[k].code != FLOAT || arrays[k].bits != (arrays[G].bits == 64 ? 64 : 32)))
             Py_RETURN_FALSE;
+    /* (Hooks of saved tensors may give back anything.) */
+    const size all = rows * norm.features * norm.places, channels = norm.groups * norm.features;
+    if (elements_of(&arrays[G]) != all || elements_of(&arrays[KEPT]) != all ||
+        arrays[KEPT].bits != arrays[G].bits)
+        Py_RETURN_FALSE;
+    for (size k = VECTORS; k < DX; k++)
+        if (data[k] && elements_of(&arrays[k]) != (k < VECTORS + 2 ? rows : channels)) Py_RETURN_FALSE;
     norm.g = data[G], norm.kept = data[KEPT];
     norm.mean = data[VECTORS], norm.rstd = data[VECTORS + 1], norm.weight = data[VECTORS + 2];
     norm.bias = data[VECTORS + 3], norm.inverse = data[VECTORS + 4];

@@ -201,10 +201,15 @@ bool loop_draws_as_torch() {
     return does;
 }
 
-/* While no other thread draws. Neither a mode sees it, nor vmap, which says how to draw. */
+/* Operations on plain tensors, of which no mode, transform or autograd hears. */
+struct Unheard {
+    const c10::impl::ExcludeDispatchKeyGuard guard{
+        c10::DispatchKeySet(c10::DispatchKeySet::FULL) - c10::DispatchKeySet(c10::DispatchKey::CPU)};
+};
+
+/* While no other thread draws. (Vmap would say how to draw.) */
 Tensor draw(at::Generator generator, int64_t elements, double p, Tensor *state = nullptr) {
-    const c10::DispatchKeySet all(c10::DispatchKeySet::FULL), cpu(c10::DispatchKey::CPU);
-    const c10::impl::ExcludeDispatchKeyGuard alone(all - cpu);
+    const Unheard unheard;
     if (!loop_draws_as_torch()) return Tensor();
     const std::scoped_lock lock(generator.mutex());
     if (state) *state = generator.get_state();
@@ -308,6 +313,7 @@ void link(std::initializer_list<Tensor> inputs, std::initializer_list<Tensor> ou
         node->save_variables_to_ctx();
     } catch (...) { /* of a hook. What was overwritten has the node already: its backward is to say so. */
         node->release_variables();
+        node->ctx_.save_for_backward({}); /* of which some may be outputs, which have the node */
         throw;
     }
 }
@@ -733,7 +739,9 @@ struct Windows {
             for (int64_t k1 = 0; k1 < kernel[1]; k1++)
                 for (int64_t k2 = 0; k2 < kernel[2]; k2++)
                     moves.push_back((k0 * dilation[0] * in[1] + k1 * dilation[1]) * in[2] + k2 * dilation[2]);
-        const Tensor values = memory(offsets.sizes(), at::kLong).copy_(offsets);
+        const Tensor values = memory(offsets.sizes(), at::kLong);
+        const auto unheard = is_plain(offsets) ? std::make_optional<Unheard>() : std::nullopt;
+        values.copy_(offsets);
         change(values, [&](int64_t offset, int64_t start) {
             const int64_t move = moves[std::clamp<int64_t>(offset, 0, moves.size() - 1)];
             return std::clamp<int64_t>(start + move, 0, places() - 1);
@@ -1050,7 +1058,8 @@ PyObject *embedding(PyObject *, PyObject *const *args, Py_ssize_t count) {
 }
 
 Tensor embedding_backward(AutogradContext *ctx, const Tensor &g) {
-    const Tensor indices = as_integers(ctx->get_saved_variables()[0], at::kInt);
+    const Tensor kept = ctx->get_saved_variables()[0]; /* (the kernel takes no smaller integers) */
+    const Tensor indices = kept.scalar_type() == at::kLong ? kept : as_integers(kept, at::kInt);
     const auto options = ctx->saved_data.at("options").toDimVector();
     return at::embedding_dense_backward(g, indices, options[0], options[1], options[2]);
 }
@@ -1357,6 +1366,7 @@ variable_list Norms::norm_backward(AutogradContext *ctx, const variable_list &gs
     bool fast = !gs[1].defined() && is_final(gs[0]) &&
                 gs[0].sizes() == array.sizes() && gs[0].scalar_type() == array.scalar_type();
     const int64_t features = groups ? array.size(1) : array.size(-1), count = std::max<int64_t>(groups, 1);
+    TORCH_CHECK(array.numel() && features >= count, "what was kept has another shape now");
     const int64_t places = groups ? array.numel() / (array.size(0) * features) : 1;
     const int64_t rows = array.numel() / (features / count * places);
     for (int k = X; k <= RSTD; k++) {

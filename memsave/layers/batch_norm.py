@@ -223,10 +223,11 @@ def batch_norm(
         running_mean, running_var, weight, bias: ``(c,)`` or ``None``. The running statistics are
             updated in place when training, and may be ``None`` then.
     """
-    if training:
+    is_refused = eps < 0 or (training and eps == 0)
+    if training and not is_refused:
         options = {"momentum": momentum, "eps": eps}
         return _batch_norm_train(input, running_mean, running_var, weight, bias, **options)
-    if running_mean is None or running_var is None:  # stock's error
+    if is_refused or running_mean is None or running_var is None:  # stock's error
         return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
     return _batch_norm_eval(input, running_mean, running_var, weight, bias, eps=eps)
 

@@ -54,7 +54,8 @@ def _bwd(
     assert like is not None
     count = like.shape[0]
     padding = -1 if padding_idx is None else padding_idx % count
-    ids = saved["ids"].int()  # the kernel takes no smaller integers
+    ids = saved["ids"]
+    ids = ids if ids.dtype is torch.int64 else ids.int()  # the kernel takes no smaller integers
     embedding_backward = torch.ops.aten.embedding_dense_backward
     return {"weight": embedding_backward(g, ids, count, padding, scale_grad_by_freq)}
 

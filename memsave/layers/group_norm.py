@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._C import _are_functorch_transforms_active
+from torch._prims_common import suggest_memory_format
 from torch.compiler import is_dynamo_compiling
 
 from .. import kernels, spec
@@ -74,6 +75,8 @@ CHANNELS_FIRST = {"cuda", "xpu", "mps"}
 def _memory_format(x: Tensor) -> torch.memory_format | None:
     """The format that stores the channels last, if the kernel knows it and the tensor has it."""
     knows = x.ndim in FORMATS and x.device.type not in CHANNELS_FIRST
+    # (Of strides that tell neither, as of a batch of one, the kernel goes by what torch suggests.)
+    knows = knows and suggest_memory_format(x) is FORMATS[x.ndim]
     memory_format = FORMATS[x.ndim] if knows else torch.contiguous_format
     return memory_format if x.is_contiguous(memory_format=memory_format) else None
 
@@ -202,18 +205,25 @@ def _instance_fwd(
         y = _instance_primal(x, *args, momentum=momentum, eps=eps)  # or stock's error
         empty = y.new_zeros(x.shape[:2])
         return y, {"mean": empty, "rstd": empty.clone()}
-    # As torch does it: batch normalization of one example that has all channels, with running
-    # statistics in the dtype of the weight (if that of the mean is another).
-    n, dtype = x.shape[0], (x if weight is None else weight).dtype
-    each = [None if v is None else v.repeat(n) for v in args]
-    if running_mean is not None and running_mean.dtype != dtype:
-        each[:2] = [None if v is None else v.to(dtype) for v in each[:2]]
+    # As torch does it: batch normalization of one example that has all channels.
+    n, running = x.shape[0], _as_weight(running_mean, running_var, x, weight)
+    each = [None if v is None else v.repeat(n) for v in (*running, weight, bias)]
     y, *statistics = by_batch(_as_one(x), *each, momentum=momentum, eps=eps)
     for running, updated in zip(args[:2], each[:2], strict=True):
         if running is not None and updated is not None:
             running.copy_(updated.view(n, -1).mean(0))
     extras = {"mean": statistics[0].view(n, -1), "rstd": statistics[1].view(n, -1)}
     return y.view(x.shape), extras
+
+
+def _as_weight(
+    running_mean: Tensor | None, running_var: Tensor | None, x: Tensor, weight: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """Running statistics as torch takes them: in the dtype of the weight, if the mean is not."""
+    dtype = (x if weight is None else weight).dtype
+    if running_mean is None or running_mean.dtype == dtype:
+        return running_mean, running_var
+    return running_mean.to(dtype), None if running_var is None else running_var.to(dtype)
 
 
 def _as_one(x: Tensor) -> Tensor:
@@ -333,10 +343,11 @@ def instance_norm(
     """
     params = (running_mean, running_var, weight, bias)
     if not use_input_stats:
-        if not torch.is_grad_enabled():
-            return F.instance_norm(input, *params, False, momentum, eps)
+        if not torch.is_grad_enabled() or not input.numel():
+            return F.instance_norm(input, *params, False, momentum, eps)  # or stock's error
+        running = _as_weight(running_mean, running_var, input, weight)
         # (Of another layout stock makes a copy, too.)
-        return batch_norm(input.contiguous(), *params, False, momentum, eps)
+        return batch_norm(input.contiguous(), *running, weight, bias, False, momentum, eps)
     return _instance_norm(input, *params, momentum=momentum, eps=eps)
 
 

@@ -152,7 +152,7 @@ def like_argument(grad: Tensor, shapes: Shapes, name: str) -> Tensor:
 def grouped(tensor: Tensor, groups: int | None) -> Tensor:
     """``(n, c, *s)`` to ``(n, g, k, s)``; without groups ``(*n, i)`` to ``(n, 1, i, 1)``."""
     if groups is None:
-        return _wide(tensor).reshape(-1, 1, tensor.shape[-1], 1)
+        return _wide(tensor).reshape(tensor.shape[:-1].numel(), 1, tensor.shape[-1], 1)
     n, c, *s = tensor.shape
     return _wide(tensor).reshape(n, groups, c // groups, math.prod(s))
 
@@ -375,6 +375,9 @@ def _over_last(
             return None
     if dims == 1:
         return input, *params
+    read = (input, *params[:1])
+    if not input.is_contiguous() and any(t is not None and t.requires_grad for t in read):
+        return None  # Stock keeps no copy.
     return input.flatten(-dims), *[None if param is None else param.flatten() for param in params]
 
 

@@ -22,7 +22,7 @@ from ..kernels.reference import Windows, are_results_cached
 from .module import drop_in
 from .shape import Ints, channels_last, per_axis, remembered, stride_or
 
-OFFSET = {8: torch.uint8, 16: torch.int16, 32: torch.int32}
+OFFSET = {8: torch.uint8, 16: torch.int16, 32: torch.int32, 64: torch.int64}
 
 
 class Window:
