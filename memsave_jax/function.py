@@ -164,7 +164,9 @@ def differentiable(rule: Rule) -> Callable[..., Any]:
 
 def _array(arg: Any) -> Any:
     """What else JAX takes for an array (a variable of NNX), as one."""
-    return arg.__jax_array__() if hasattr(arg, "__jax_array__") else arg
+    if isinstance(arg, Array) or not hasattr(arg, "__jax_array__"):
+        return arg
+    return arg.__jax_array__()
 
 
 def _is_array(option: Any) -> bool:

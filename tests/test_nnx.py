@@ -464,6 +464,59 @@ def test_functions() -> None:
     assert memsave_jax.nnx is mnnx
 
 
+class OfAVariable(nnx.Module):
+    """A layer of what is learnt: queries, a class token, positions."""
+
+    def __init__(self, layer: Any) -> None:
+        self.tokens = nnx.Param(image())
+        self.layer = layer
+
+    def __call__(self) -> jax.Array:
+        return self.layer(self.tokens)
+
+
+def variable_cases() -> dict[str, Callable[[Any], Any]]:
+    """Layers of a library: modules in several settings, and functions."""
+    names = ("Linear", "Conv", "ConvTranspose", "BatchNorm", "LayerNorm", "RMSNorm", "GroupNorm")
+    cases: dict[str, Callable[[Any], Any]] = {
+        name: lambda lib, name=name: layers(lib, name) for name in (*names, "InstanceNorm", "PReLU")
+    }
+    cases["Dropout"] = lambda lib: lib.Dropout(0.5, rngs=nnx.Rngs(0))
+    for padding in ("CIRCULAR", "REFLECT"):
+        cases[f"Conv {padding}"] = lambda lib, padding=padding: layers(lib, "Conv", padding=padding)
+    cases["ConvTranspose flip"] = lambda lib: layers(lib, "ConvTranspose", transpose_kernel=True)
+    for name in ("relu", "leaky_relu", "gelu", "silu", "softmax", "tanh", "log_sigmoid"):
+        cases[name] = lambda lib, name=name: getattr(lib, name)
+    for name in ("avg_pool", "max_pool"):
+        cases[name] = lambda lib, name=name: lambda x: getattr(lib, name)(x, (2, 2))
+    return cases
+
+
+@pytest.mark.parametrize("make", variable_cases().values(), ids=variable_cases())
+def test_variables_in_the_place_of_arrays(make: Callable[[Any], Any]) -> None:
+    """Whatever stock does with them: forward, compiled, and its gradients."""
+    results: list[list[Any]] = []
+    for lib in (nnx, mnnx):
+        runs = []
+        for run in (
+            lambda model: model(),
+            nnx.jit(lambda model: model()),
+            nnx.grad(lambda model: jnp.sin(3 * model()).sum()),
+            nnx.grad(
+                lambda model: jnp.sin(3 * model()).sum(),
+                argnums=nnx.DiffState(0, nnx.PathContains("tokens")),
+            ),
+        ):
+            try:
+                runs.append(run(OfAVariable(make(lib))))
+            except (TypeError, ValueError) as error:  # stock's, of some functions
+                runs.append(type(error))
+        results.append(runs)
+    for expected, actual in zip(*results, strict=True):
+        if not isinstance(expected, type):
+            close(actual, expected)
+
+
 def test_functions_with_options() -> None:
     x, slope = image(), jnp.full(4, -0.5)
     for name, options in (

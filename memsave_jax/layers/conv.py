@@ -339,13 +339,14 @@ def _wrapped(y: Array, inputs: Array, strides: Sequence[int], transpose_kernel: 
 
     Where the period begins is Flax's convention.
     """
-    dims = len(strides)
-    for axis, stride in enumerate(strides, start=y.ndim - dims - 1):
-        period = inputs.shape[axis] * stride
+    axes = range(y.ndim - len(strides) - 1, y.ndim - 1)
+    periods = [inputs.shape[axis] * stride for axis, stride in zip(axes, strides, strict=True)]
+    pads = [(0, 0)] * y.ndim
+    for axis, period in zip(axes, periods, strict=True):
         missing = (period - y.shape[axis]) % (2 * period)
         low = missing // 2 if transpose_kernel else (missing + 1) // 2
-        pads = [(0, 0)] * y.ndim
         pads[axis] = (low, missing - low)
-        y = jnp.pad(y, pads)
+    y = jnp.pad(y, pads)
+    for axis, period in zip(axes, periods, strict=True):
         y = y.reshape(*y.shape[:axis], -1, period, *y.shape[axis + 1 :]).sum(axis)
     return y
