@@ -75,8 +75,9 @@ CHANNELS_FIRST = {"cuda", "xpu", "mps"}
 def _memory_format(x: Tensor) -> torch.memory_format | None:
     """The format that stores the channels last, if the kernel knows it and the tensor has it."""
     knows = x.ndim in FORMATS and x.device.type not in CHANNELS_FIRST
-    # (Of strides that tell neither, as of a batch of one, the kernel goes by what torch suggests.)
-    knows = knows and suggest_memory_format(x) is FORMATS[x.ndim]
+    if knows and not is_dynamo_compiling():  # which has no such kernel, nor knows this function
+        # Strides may tell neither, as of a batch of one: the kernel goes by what torch suggests.
+        knows = suggest_memory_format(x) is FORMATS[x.ndim]
     memory_format = FORMATS[x.ndim] if knows else torch.contiguous_format
     return memory_format if x.is_contiguous(memory_format=memory_format) else None
 
