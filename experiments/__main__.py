@@ -193,8 +193,11 @@ def _options(chosen: Any, usual: Any) -> str:
     said = []
     for name, value in vars(chosen).items():
         if value != vars(usual)[name] and not isinstance(value, tuple):
-            flag = f"--{name.replace('_', '-')}"
-            said.append(flag if value is True else f"{flag} {value}")
+            flag = name.replace("_", "-")
+            if isinstance(value, bool):
+                said.append(f"--{flag}" if value else f"--no-{flag}")
+            else:
+                said.append(f"--{flag} {shlex.quote(str(value))}")
     return " ".join(said)
 
 
@@ -202,9 +205,10 @@ def _too_large(experiment: Any, large: list[Any]) -> str:
     from .results import free_memory
 
     needs = max(map(experiment.memory, large)) / 2**30
+    free = free_memory(experiment.accelerator) / 2**30
     return (
         f"{experiment.name}: {len(large)} cases need up to {needs:.1f} GiB of memory, "
-        f"{free_memory() / 2**30:.1f} GiB are free; --quick takes less, --only leaves some out. "
+        f"{free:.1f} GiB are free; --quick takes less, --only leaves some out. "
         f"The first: {large[0]}"
     )
 

@@ -47,7 +47,8 @@ class Experiment(Generic[Config, Case]):
         plot: The records as a figure.
         memory: Bytes that it takes to measure a case; on an accelerator where there is one.
         exact: Whether the figures are counts, which do not mind what else the machine does.
-        accelerator: Whether it is measured on one where there is one. (Counts are not.)
+        accelerator: Whether it is measured on one where there is one. (Counts, and kernels of the
+            CPU, are not.)
         backend: Processes of "torch" start as forks of one that has imported the experiment and
             done nothing else. JAX does not like forks.
     """
@@ -115,12 +116,12 @@ class Run(Generic[Case]):
 
     def too_large(self) -> list[Case]:
         """The cases for which this machine has too little memory."""
-        free = results.free_memory()
+        free = results.free_memory(self.experiment.accelerator)
         return [case for case in self.cases if self.experiment.memory(case) > free]
 
     def left(self, anywhere: bool = False) -> list[Case]:
         """What an earlier run, stopped, has not measured: on a machine like this, or on any."""
-        here = {} if anywhere else self.experiment.settings
+        here = {"options": self.options} | ({} if anywhere else self.experiment.settings)
 
         def is_done(case: Case) -> bool:
             record = self.parts.read(plain(case))
@@ -134,7 +135,7 @@ class Run(Generic[Case]):
         try:
             with ProcessPoolExecutor(1, mp_context=self._context()) as process:
                 record = process.submit(
-                    _record, experiment.measure, case, experiment.backend, experiment.accelerator
+                    _record, experiment.measure, experiment.backend, experiment.accelerator, case
                 ).result()
         except Exception as error:
             return error
@@ -187,5 +188,7 @@ def plain(case: Any) -> dict[str, Any]:
     return asdict(case)
 
 
-def _record(measure: Callable[[Any], dict[str, Any]], case: Any, *where: Any) -> Plain:
-    return Record(plain(case), measure(case), results.settings(*where))
+def _record(
+    measure: Callable[[Any], dict[str, Any]], backend: str, accelerator: bool, case: Any
+) -> Plain:
+    return Record(plain(case), measure(case), results.settings(backend, accelerator))

@@ -120,7 +120,11 @@ def measure(case: Case) -> dict[str, Any]:
     device = best_device()
     if case.what in PEAKS:
         model, x, labels = prepare(PEAKS[case.what], case, device)
-        return {"peak_bytes": peak_bytes(partial(step, model, x, labels), x.device)}
+
+        def forget() -> None:
+            x.grad = None
+
+        return {"peak_bytes": peak_bytes(partial(step, model, x, labels), x.device, forget)}
     return _measure_torch(case, device)
 
 

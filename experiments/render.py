@@ -10,7 +10,7 @@ from typing import Any
 
 from . import results
 from .harness import Experiment
-from .results import Record
+from .results import Record, Section
 
 PAGE = "README.md"
 #: A name of stock where it is taken twice in each turn: what its ratio to itself is off 1 is noise.
@@ -60,12 +60,9 @@ def range_of_noise(all_times: Iterable[Mapping[str, Any]]) -> str:
     return f"{min(ratios):.2f} to {max(ratios):.2f}" if ratios else ""
 
 
-Key = tuple[str, str, str]
-
-
-def sections(experiment: Experiment[Any, Any], folder: Path) -> dict[Key, list[Record]]:
+def sections(experiment: Experiment[Any, Any], folder: Path) -> dict[Section, list[Record]]:
     """The records of an experiment by size, options and device."""
-    found: dict[Key, list[Record]] = {}
+    found: dict[Section, list[Record]] = {}
     for record in experiment.typed(results.read(folder, experiment.name)):
         found.setdefault(results.section(record), []).append(record)
     return found
@@ -85,7 +82,13 @@ def plot(experiment: Experiment[Any, Any], folder: Path) -> list[Path]:
     return paths
 
 
-def _image(name: str, key: Key) -> str:
+def _name(key: Section) -> str:
+    """Of a section."""
+    size, options, device = key
+    return f"{size} {options}".rstrip() + f", on {device}"
+
+
+def _image(name: str, key: Section) -> str:
     size, options, device = key
     words = [name, *[size] * (size != "default"), *options.split(), device]
     text = "-".join(word.strip("-") for word in words if word != "x86_64")
@@ -117,21 +120,22 @@ def fill(text: str, experiment: Callable[[str], Experiment[Any, Any]], folder: P
     def block(found: re.Match[str]) -> str:
         begin, name, size, end = found.groups()
         of = experiment(name)
-        measured = [
-            records
+        measured = {
+            key: [record for record in records if of.summarized(record.case)]
             for key, records in sections(of, folder).items()
             if key[0] == (size or "default")
-        ]
-        parts = [part for records in measured for part in _summary(of, records)]
+        }
+        shown = {key: records for key, records in measured.items() if records}
+        parts = []
+        for key, records in shown.items():
+            parts += [f"Size {_name(key)}:"] if len(shown) > 1 else []
+            parts += _summary(of, records)
         return "".join([begin, *(f"\n{part.strip()}\n" for part in parts), "\n", end])
 
     return _BLOCK.sub(block, text)
 
 
 def _summary(experiment: Experiment[Any, Any], records: list[Record]) -> Iterable[str]:
-    records = [record for record in records if experiment.summarized(record.case)]
-    if not records:
-        return
     yield (experiment.summary or experiment.table)(records)
     commands = dict.fromkeys(record.settings["command"] for record in records)
     devices = dict.fromkeys(_device(record) for record in records)
@@ -139,11 +143,10 @@ def _summary(experiment: Experiment[Any, Any], records: list[Record]) -> Iterabl
 
 
 def _section(
-    experiment: Experiment[Any, Any], key: Key, records: list[Record], folder: Path
+    experiment: Experiment[Any, Any], key: Section, records: list[Record], folder: Path
 ) -> Iterable[str]:
-    size, options, _ = key
-    if (size, options) != ("default", ""):
-        yield f"### {experiment.name}, {size} {options}".rstrip()
+    if key[:2] != ("default", ""):
+        yield f"### {experiment.name}, {_name(key)}"
     for command in dict.fromkeys(record.settings["command"] for record in records):
         yield f"    {command}"
     taken = dict.fromkeys(_versions(record) for record in records)

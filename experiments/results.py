@@ -1,7 +1,7 @@
 """Results on disk: one JSON-lines file per experiment, and the finished cases of a run under way.
 
-In the file, a line with settings (versions, device, size, command) stands before the cases that
-were measured with them.
+In the file, a line with settings (versions, device, size, options, command) stands before the cases
+that were measured with them.
 """
 
 from __future__ import annotations
@@ -86,11 +86,11 @@ def _source() -> str:
     return digest.hexdigest()[:12]
 
 
-def free_memory() -> int:
-    """Bytes that may be taken: of the accelerator where there is one."""
+def free_memory(accelerator: bool = True) -> int:
+    """Bytes that may be taken: of the accelerator where there is one, if it is measured there."""
     import torch
 
-    if torch.cuda.is_available():
+    if accelerator and torch.cuda.is_available():
         return torch.cuda.mem_get_info()[0]
     import psutil
 
@@ -100,10 +100,13 @@ def free_memory() -> int:
 # The file of an experiment.
 
 
-def section(record: Record[Any]) -> tuple[str, str, str]:
+Section = tuple[str, str, str]
+
+
+def section(record: Record[Any]) -> Section:
     """What is shown in one table: what was measured at one size, by the same options, and where."""
-    settings = record.settings
-    return settings["size"], settings["options"], settings["device"]
+    taken = record.settings
+    return taken["size"], taken.get("options", ""), taken["device"]
 
 
 def read(folder: Path, name: str) -> list[Plain]:

@@ -140,6 +140,7 @@ def differentiable(rule: Rule) -> Callable[..., Any]:
 
     def layer(*args: Any, **options: Any) -> Any:
         args = tuple(map(_array, args))
+        options = {name: _array(value) for name, value in options.items()}
         form = _form.value
         if (
             form == "stock"
@@ -162,11 +163,11 @@ def differentiable(rule: Rule) -> Callable[..., Any]:
     return layer
 
 
-def _array(arg: Any) -> Any:
+def _array(value: Any) -> Any:
     """What else JAX takes for an array (a variable of NNX), as one."""
-    if isinstance(arg, Array) or not hasattr(arg, "__jax_array__"):
-        return arg
-    return arg.__jax_array__()
+    if isinstance(value, Array) or not hasattr(value, "__jax_array__"):
+        return value
+    return value.__jax_array__()
 
 
 def _is_array(option: Any) -> bool:

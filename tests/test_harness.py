@@ -126,10 +126,23 @@ def test_what_is_measured_by_other_options_stands_apart(tmp_path):
     assert run(tmp_path, "--gib", "0.5") == 0
     assert found() == [(number, gib) for number in (1, 2, 3) for gib in (0.0, 0.5)]
     usual, other = (tmp_path / render.PAGE).read_text().split("### toy_experiment, default")
-    assert other.startswith(" --gib 0.5\n")
+    assert other.startswith(" --gib 0.5, on ")
     for part in (usual, other):
         assert [part.count(f"| {number}      |") for number in (1, 2, 3)] == [1, 1, 1]
     assert (tmp_path / "toy_experiment-gib-0.5.png").exists()
+
+
+def test_a_run_does_not_go_on_with_one_by_other_options(tmp_path, capsys):
+    """Even where a case is the same."""
+    (tmp_path / "2 raises").touch()
+    assert run(tmp_path, "--folder", str(tmp_path)) == 1
+    (tmp_path / "2 raises").unlink()
+    assert run(tmp_path, "--folder", str(tmp_path), "--unused", "1") == 0
+    assert "going on" not in capsys.readouterr().out
+    options = [record.settings["options"] for record in results.read(tmp_path, "toy_experiment")]
+    assert sorted(map(len, options)) == 2 * [len(options[0])] + 3 * [len(options[-1])]
+    assert "--unused 1" in options[-1]
+    assert "--unused 1" not in options[0]
 
 
 def test_some_cases_replace_only_themselves(tmp_path):

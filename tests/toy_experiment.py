@@ -22,6 +22,7 @@ class Config:
     numbers: tuple[int, ...] = (1, 2, 3)
     folder: str = ""
     gib: float = 0.0
+    unused: int = 0
 
 
 @dataclass(frozen=True)

@@ -29,13 +29,14 @@ PIECEWISE = ("hardshrink", "hardtanh", "leaky_relu", "threshold")
 NARROW = (torch.float32, torch.bfloat16, torch.float16)
 #: Of bits, by one program.
 BYTES = 256
-#: Of poolings by one program, of norms by one at once.
+#: Elements of a program: of a pooling all, of a norm those that it has at a time.
 ELEMENTS = 1024
 #: Dtypes of norms and poolings.
 FLOATS = (*NARROW, torch.float64)
-#: The longest row that one program has at once; how many programs share the rows, where each sums
-#: over its own.
-LONGEST_ROW, PROGRAMS = 1 << 14, 256
+#: Of the longest row of a norm, in the dtype of sums: what the registers of a program hold.
+BYTES_OF_ROW = 1 << 15
+#: Programs that share the rows of a norm, where each sums over its own.
+PROGRAMS = 512
 
 
 @cache
@@ -175,8 +176,8 @@ def scale(
 
 def max_pool(x: Tensor, windows: Windows) -> tuple[Tensor, Tensor] | None:
     """In one pass, without indices."""
-    layout = _layout_of_pool(x, windows)
-    if layout is None:
+    layout = _layout(x, windows)
+    if layout is None or x.dtype not in FLOATS:
         return None
     shape = (*x.shape[: -len(windows.inputs)], *windows.outputs)
     y = torch.empty(shape, dtype=x.dtype, memory_format=layout, device=x.device)
@@ -187,8 +188,10 @@ def max_pool(x: Tensor, windows: Windows) -> tuple[Tensor, Tensor] | None:
 
 def unpool(g: Tensor, offsets: Tensor, windows: Windows, like: Like) -> Tensor | None:
     """In one pass; windows that overlap are added in the order of stock's."""
-    layout = _layout_of_pool(offsets, windows)
-    if layout is None or g.dtype not in FLOATS or not _is_here(g) or g.shape != offsets.shape:
+    layout = _layout(offsets, windows, like)
+    if layout is None or offsets.dtype is not torch.uint8 or g.dtype not in FLOATS:
+        return None
+    if (g.device, g.shape) != (offsets.device, offsets.shape):
         return None
     g = g.contiguous(memory_format=layout)
     if not _has_memory(g, g.stride()):
@@ -198,10 +201,8 @@ def unpool(g: Tensor, offsets: Tensor, windows: Windows, like: Like) -> Tensor |
     return dx
 
 
-def _layout_of_pool(x: Tensor, windows: Windows) -> torch.memory_format | None:
-    if x.dtype not in (*FLOATS, torch.uint8) or not _has_memory(x, x.stride()):
-        return None
-    return layout_of_pool(x, windows)
+def _layout(x: Tensor, windows: Windows, like: Like | None = None) -> torch.memory_format | None:
+    return layout_of_pool(x, windows, like) if _has_memory(x, x.stride()) else None
 
 
 def _pool(
@@ -224,41 +225,64 @@ def _pool(
 def norm(rows: Rows, wrt: frozenset[str]) -> dict[str, Tensor] | None:
     """Of rows, in one pass; sums over them by program."""
     g, kept, mean, rstd, weight, bias, shift, from_output, centered, groups = rows
-    features = g.shape[-1] if g.ndim else 0
-    if groups is not None or not 0 < features <= LONGEST_ROW or not g.numel():
+    if groups is not None or mean is not None or g.dtype not in FLOATS or not _is_here(g):
         return None
-    if g.dtype not in FLOATS or kept.dtype != g.dtype or kept.shape != g.shape:
-        return None
-    g, kept = g.contiguous(), kept.contiguous()
-    vectors = [None if v is None else v.contiguous() for v in (mean, rstd, weight, bias)]
-    if not all(v is None or _has_memory(v, v.stride()) for v in (g, kept, *vectors)):
-        return None
-    count, block = g.numel() // features, 1 << (features - 1).bit_length()
-    at_once = max(1, ELEMENTS // block)
-    programs = -(-count // at_once) if wrt == {"x"} else min(-(-count // at_once), PROGRAMS)
     wide = torch.promote_types(g.dtype, torch.float32)
+    features = g.shape[-1] if g.numel() else 0
+    block = 1 << max(features - 1, 0).bit_length()
+    if not features or block * wide.itemsize > BYTES_OF_ROW:
+        return None
+    count = g.numel() // features
+    g, kept = g.contiguous(), kept.contiguous()
+    if kept.shape != g.shape or not _are_vectors((g, kept), g.numel(), g, g.dtype):
+        return None
+    # (Hooks of saved tensors may give back anything.)
+    if not _are_vectors((rstd,), count, g, wide) or not _are_vectors((weight, bias), features, g):
+        return None
+    at_once = max(1, ELEMENTS // block)
+    programs = -(-count // at_once)
+    if wrt != {"x"}:
+        programs = min(programs, PROGRAMS)
     grads = {"x": torch.empty_like(g)} if "x" in wrt else {}
     for name in ("weight", "bias"):
         if name in wrt:
             grads[name] = g.new_empty(programs, features, dtype=wide)
+    names = ("x", "weight", "bias")
     with torch.cuda.device_of(g):
         _loops().norm[(programs,)](
             g,
             kept,
-            *(g if v is None else v for v in vectors),
-            *(grads.get(name, g) for name in ("x", "weight", "bias")),
+            *(g if v is None else v for v in (rstd, weight, bias)),
+            *(grads.get(name, g) for name in names),
             count,
             features,
-            float(shift),
+            shift,
             from_output,
-            *(vectors[k] is not None for k in (0, 2, 3)),
+            weight is not None,
+            bias is not None,
             centered,
-            *(name in wrt for name in ("x", "weight", "bias")),
+            *(name in wrt for name in names),
             at_once,
             block,
             num_warps=4 if block <= 1024 else 8 if block <= 4096 else 16,
         )
     return {name: grad if name == "x" else grad.sum(0) for name, grad in grads.items()}
+
+
+def _are_vectors(
+    tensors: tuple[Tensor | None, ...], size: int, g: Tensor, dtype: torch.dtype | None = None
+) -> bool:
+    """Whether those that are there have so many numbers, which lie side by side, beside ``g``."""
+    return all(
+        v is None
+        or (
+            (v.device, v.numel()) == (g.device, size)
+            and (v.dtype is dtype if dtype else v.dtype in FLOATS)
+            and v.is_contiguous()
+            and _has_memory(v, v.stride())
+        )
+        for v in tensors
+    )
 
 
 @lru_cache(maxsize=64)

@@ -43,9 +43,11 @@ def has_memory(x: Tensor, stride: tuple[int, ...]) -> bool:
     )
 
 
-def layout_of_pool(x: Tensor, windows: Windows) -> torch.memory_format | None:
-    """How the input (or output) of a pooling is stored, where that is clear (to torch, too: one
-    channel is first and last) and a byte holds its offsets.
+def layout_of_pool(
+    x: Tensor, windows: Windows, like: Like | None = None
+) -> torch.memory_format | None:
+    """How the input of a pooling is stored (or an output, of an input ``like`` this), where that is
+    clear (to torch, too: one channel is first and last) and a byte holds its offsets.
     """
     if math.prod(windows.kernel) > LARGEST_WINDOW or not x.numel() or not 1 <= x.ndim <= 5:
         return None
@@ -55,7 +57,9 @@ def layout_of_pool(x: Tensor, windows: Windows) -> torch.memory_format | None:
     if last is None:
         return torch.contiguous_format if first and x.shape[1] > 1 else None
     if first == x.is_contiguous(memory_format=last):
-        return None
+        if not first or like is None or like.shape[1] == 1:
+            return None
+        first = like.stride[1] != 1  # As the input, of whose channels there are several.
     return torch.contiguous_format if first else last
 
 

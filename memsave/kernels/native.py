@@ -229,7 +229,7 @@ def max_pool(x: Tensor, windows: Windows) -> tuple[Tensor, Tensor] | None:
 
 def unpool(g: Tensor, offsets: Tensor, windows: Windows, like: Like) -> Tensor | None:
     """In one pass over the input and the output."""
-    layout = _layout(offsets, windows)
+    layout = _layout(offsets, windows, like)
     if layout is None or g.dtype not in DTYPES or not g.is_cpu or g.shape != offsets.shape:
         return None
     g = g.contiguous(memory_format=layout)
@@ -237,8 +237,8 @@ def unpool(g: Tensor, offsets: Tensor, windows: Windows, like: Like) -> Tensor |
     return dx if _pool(True, g, dx, offsets, windows, layout) else None
 
 
-def _layout(x: Tensor, windows: Windows) -> torch.memory_format | None:
-    return layout_of_pool(x, windows) if _native.has_memory(x) else None
+def _layout(x: Tensor, windows: Windows, like: Like | None = None) -> torch.memory_format | None:
+    return layout_of_pool(x, windows, like) if _native.has_memory(x) else None
 
 
 def _pool(

@@ -203,6 +203,7 @@ class Windows(NamedTuple):
     padding: tuple[int, ...]
     dilation: tuple[int, ...]
 
+    @lru_cache(maxsize=256)  # noqa: B019 (of tuples of numbers)
     def in_three_axes(self) -> Windows:
         """The same, with axes of one place in front."""
         axes = 3 - len(self.inputs)

@@ -94,7 +94,11 @@ def _flat(image, at_1, at_2, at_3, channel, channels, size_1, size_2, size_3):
     return (((image * size_1 + at_1) * size_2 + at_2) * size_3 + at_3) * channels + channel
 
 
-@triton.jit
+#: Of which Triton would compile a kernel where they are multiples of 16, and another where not.
+SIZES = ["size", "in_1", "in_2", "in_3", "out_1", "out_2", "out_3"]
+
+
+@triton.jit(do_not_specialize_on_alignment=SIZES)
 def max_pool(
     x,
     y,
@@ -119,7 +123,8 @@ def max_pool(
     index = start * BLOCK + tl.arange(0, BLOCK)
     is_in = index < size
     image, o_1, o_2, o_3, channel = _at(index, channels, out_1, out_2, out_3)  # type: ignore[misc]
-    best = tl.full([BLOCK], float("-inf"), x.dtype.element_ty)
+    wide = tl.float64 if x.dtype.element_ty == tl.float64 else tl.float32
+    best = tl.full([BLOCK], float("-inf"), wide)
     offset = tl.full([BLOCK], -1, tl.int32)
     for k_1 in range(KERNEL[0]):
         i_1 = o_1 * STRIDE[0] - PADDING[0] + k_1 * DILATION[0]
@@ -130,16 +135,17 @@ def max_pool(
                 there = (i_1 >= 0) & (i_1 < in_1) & (i_2 >= 0) & (i_2 < in_2)
                 there = there & (i_3 >= 0) & (i_3 < in_3) & is_in
                 place = _flat(image, i_1, i_2, i_3, channel, channels, in_1, in_2, in_3)
-                v = tl.load(x + place, mask=there, other=float("-inf"))
+                v = tl.load(x + place, mask=there, other=0).to(wide)
                 # The first place, a larger one than before, or (as stock's) the last nan.
                 taken = there & ((offset < 0) | (v > best) | (v != v))
                 best = tl.where(taken, v, best)
                 offset = tl.where(taken, (k_1 * KERNEL[1] + k_2) * KERNEL[2] + k_3, offset)
-    tl.store(y + index, best, mask=is_in)
-    tl.store(offsets + index, offset.to(tl.uint8), mask=is_in)
+    tl.store(y + index, best.to(x.dtype.element_ty), mask=is_in)
+    # (A window of nothing but padding has no place.)
+    tl.store(offsets + index, tl.maximum(offset, 0).to(tl.uint8), mask=is_in)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=SIZES)
 def unpool(
     g,
     dx,
@@ -193,11 +199,10 @@ def unpool(
 # Norms.
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["rows"])
 def norm(
     g,
     kept,
-    mean,
     rstd,
     weight,
     bias,
@@ -208,7 +213,6 @@ def norm(
     features,
     shift,
     FROM_OUTPUT: tl.constexpr,
-    HAS_MEAN: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     CENTERED: tl.constexpr,
@@ -225,30 +229,30 @@ def norm(
     is_feature = feature < features
     wide = tl.float64 if g.dtype.element_ty == tl.float64 else tl.float32
     scale = tl.full([1, BLOCK], 1, wide)
+    center = tl.zeros([1, BLOCK], wide)
     if HAS_WEIGHT:
         scale = tl.load(weight + feature, mask=is_feature, other=1).to(wide) + shift
-    of_weight = tl.zeros([1, BLOCK], wide)
-    of_bias = tl.zeros([1, BLOCK], wide)
-    start = tl.program_id(0) * ROWS
+    if HAS_BIAS:
+        center = tl.load(bias + feature, mask=is_feature, other=0).to(wide)
+    inverse = 1 / scale
+    of_weight = tl.zeros([ROWS, BLOCK], wide)
+    of_bias = tl.zeros([ROWS, BLOCK], wide)
+    start = tl.program_id(0).to(tl.int64) * ROWS
     while start < rows:
         row = start + tl.arange(0, ROWS)[:, None]
         is_in = (row < rows) & is_feature
-        place = row.to(tl.int64) * features + feature
+        place = row * features + feature
         dy = tl.load(g + place, mask=is_in, other=0).to(wide)
         xhat = tl.load(kept + place, mask=is_in, other=0).to(wide)
-        if HAS_MEAN:
-            xhat = xhat - tl.load(mean + row, mask=row < rows, other=0)
         if FROM_OUTPUT:
-            if HAS_BIAS:
-                xhat = xhat - tl.load(bias + feature, mask=is_feature, other=0).to(wide)
-            xhat = xhat / scale
+            xhat = (xhat - center) * inverse
         else:
             xhat = xhat * tl.load(rstd + row, mask=row < rows, other=0)
         xhat = tl.where(is_in, xhat, 0)
         if WANTS_WEIGHT:
-            of_weight += tl.sum(dy * xhat, axis=0)[None, :]
+            of_weight += dy * xhat
         if WANTS_BIAS:
-            of_bias += tl.sum(dy, axis=0)[None, :]
+            of_bias += dy
         if WANTS_X:
             dxhat = dy * scale
             away = xhat * (tl.sum(dxhat * xhat, axis=1) / features)[:, None]
@@ -259,6 +263,6 @@ def norm(
         start += tl.num_programs(0) * ROWS
     place = tl.program_id(0) * features + feature
     if WANTS_WEIGHT:
-        tl.store(dweight + place, of_weight, mask=is_feature)
+        tl.store(dweight + place, tl.sum(of_weight, axis=0)[None, :], mask=is_feature)
     if WANTS_BIAS:
-        tl.store(dbias + place, of_bias, mask=is_feature)
+        tl.store(dbias + place, tl.sum(of_bias, axis=0)[None, :], mask=is_feature)

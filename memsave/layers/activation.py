@@ -1,8 +1,8 @@
 """Activations that are linear in pieces: their gradients read one bit per element.
 
-Each says where the gradient passes as stock's does, the kinks included; and nan, but that there
-stock's loops of vectors and of what is left over differ for hardtanh, relu6 and the shrinking ones:
-here it passes.
+Each says where the gradient passes as stock's does, nan and the kinks included. (Of hardtanh, relu6
+and the shrinking ones, stock itself passes it or not where x is nan: its vectors and its remainder
+differ. Here it passes.)
 """
 
 from __future__ import annotations

@@ -74,12 +74,13 @@ CHANNELS_FIRST = {"cuda", "xpu", "mps"}
 
 def _memory_format(x: Tensor) -> torch.memory_format | None:
     """The format that stores the channels last, if the kernel knows it and the tensor has it."""
-    knows = x.ndim in FORMATS and x.device.type not in CHANNELS_FIRST
-    if knows and not is_dynamo_compiling():  # which has no such kernel, nor knows this function
-        # Strides may tell neither, as of a batch of one: the kernel goes by what torch suggests.
-        knows = suggest_memory_format(x) is FORMATS[x.ndim]
-    memory_format = FORMATS[x.ndim] if knows else torch.contiguous_format
-    return memory_format if x.is_contiguous(memory_format=memory_format) else None
+    last = FORMATS.get(x.ndim) if x.device.type not in CHANNELS_FIRST else None
+    # Strides may tell neither, as of a batch of one: the kernel goes by what torch suggests.
+    # (torch.compile has no such kernel, nor knows that function.)
+    is_last = last is not None and x.is_contiguous(memory_format=last)
+    if is_last and (is_dynamo_compiling() or suggest_memory_format(x) is last):
+        return last
+    return torch.contiguous_format if x.is_contiguous() else None
 
 
 def _group_bwd(
@@ -207,8 +208,8 @@ def _instance_fwd(
         empty = y.new_zeros(x.shape[:2])
         return y, {"mean": empty, "rstd": empty.clone()}
     # As torch does it: batch normalization of one example that has all channels.
-    n, running = x.shape[0], _as_weight(running_mean, running_var, x, weight)
-    each = [None if v is None else v.repeat(n) for v in (*running, weight, bias)]
+    n, cast = x.shape[0], _as_weight(running_mean, running_var, x, weight)
+    each = [None if v is None else v.repeat(n) for v in (*cast, weight, bias)]
     y, *statistics = by_batch(_as_one(x), *each, momentum=momentum, eps=eps)
     for running, updated in zip(args[:2], each[:2], strict=True):
         if running is not None and updated is not None:

@@ -76,8 +76,10 @@ class Window:
 
 
 def _may_stray(dims: int, x: Tensor) -> bool:
-    """Whether stock's index of a channels_last window of nothing but -inf may lie outside of it."""
-    return dims == 3 or (dims == 2 and x.is_cuda)
+    """Whether stock's index may lie outside of its window: of one of nothing but -inf that stores
+    the channels last, or of nothing but padding.
+    """
+    return dims == 3 or x.is_cuda
 
 
 def _fwd(

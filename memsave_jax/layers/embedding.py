@@ -45,7 +45,9 @@ _embedding_compact = define(
     _primal,
     _bwd_compact,
     _fwd_compact,
-    stock_op=lambda weight, indices: not is_known(weight.shape[:1]),
+    stock_op=lambda weight, indices: (
+        not is_known(weight.shape[:1]) or spec.offset_bits(weight.shape[:1]) not in OFFSET
+    ),
 )
 
 

@@ -27,7 +27,7 @@ from ..kernels import is_known, parts
 from .shape import Ints, Padding, per_axis
 
 Function = Callable[..., Any]
-OFFSET = {8: jnp.uint8, 16: jnp.uint16, 32: jnp.uint32, 64: jnp.uint64}
+OFFSET = {8: jnp.uint8, 16: jnp.uint16, 32: jnp.uint32}
 #: Windows of more places are not gone through one by one: the program would be too long.
 FEW = 64
 
