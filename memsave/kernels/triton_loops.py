@@ -77,15 +77,18 @@ def from_bits(x, y, bits, size, low, high, KIND: tl.constexpr, BYTES: tl.constex
 
 
 @triton.jit
-def _at(index, channels, size_1, size_2, size_3):
-    """Of a flat index: image, places by axis, channel."""
-    channel = index % channels
-    index = index // channels
-    at_3 = index % size_3
-    index = index // size_3
-    at_2 = index % size_2
-    index = index // size_2
-    return index // size_1, index % size_1, at_2, at_3, channel
+def _at(size, channels, size_1, size_2, size_3, FAR: tl.constexpr, BLOCK: tl.constexpr):
+    """The elements of a program, and which there are; of each its image, places by axis, channel.
+    (``FAR``: indices have over 31 bits.)
+    """
+    start = tl.program_id(0).to(tl.int64) if FAR else tl.program_id(0)
+    index = start * BLOCK + tl.arange(0, BLOCK)
+    rest = index // channels
+    at_3 = rest % size_3
+    rest = rest // size_3
+    at_2 = rest % size_2
+    rest = rest // size_2
+    return index, index < size, rest // size_1, rest % size_1, at_2, at_3, index % channels
 
 
 @triton.jit
@@ -118,11 +121,10 @@ def max_pool(
     FAR: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The largest of each window, and its offset. (``FAR``: indices have over 31 bits.)"""
-    start = tl.program_id(0).to(tl.int64) if FAR else tl.program_id(0)
-    index = start * BLOCK + tl.arange(0, BLOCK)
-    is_in = index < size
-    image, o_1, o_2, o_3, channel = _at(index, channels, out_1, out_2, out_3)  # type: ignore[misc]
+    """The largest of each window, and its offset."""
+    index, is_in, image, o_1, o_2, o_3, channel = _at(  # type: ignore[misc]
+        size, channels, out_1, out_2, out_3, FAR, BLOCK
+    )
     wide = tl.float64 if x.dtype.element_ty == tl.float64 else tl.float32
     best = tl.full([BLOCK], float("-inf"), wide)
     offset = tl.full([BLOCK], -1, tl.int32)
@@ -166,10 +168,9 @@ def unpool(
     BLOCK: tl.constexpr,
 ):
     """Of each place the gradients of the windows whose offsets lead to it, in their order."""
-    start = tl.program_id(0).to(tl.int64) if FAR else tl.program_id(0)
-    index = start * BLOCK + tl.arange(0, BLOCK)
-    is_in = index < size
-    image, i_1, i_2, i_3, channel = _at(index, channels, in_1, in_2, in_3)  # type: ignore[misc]
+    index, is_in, image, i_1, i_2, i_3, channel = _at(  # type: ignore[misc]
+        size, channels, in_1, in_2, in_3, FAR, BLOCK
+    )
     wide = tl.float64 if g.dtype.element_ty == tl.float64 else tl.float32
     total = tl.zeros([BLOCK], wide)
     # As many windows as may cover a place, the last of which begins at it or before.
