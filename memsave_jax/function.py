@@ -140,7 +140,6 @@ def differentiable(rule: Rule) -> Callable[..., Any]:
 
     def layer(*args: Any, **options: Any) -> Any:
         args = tuple(map(_array, args))
-        options = {name: _array(value) for name, value in options.items()}
         form = _form.value
         if (
             form == "stock"
