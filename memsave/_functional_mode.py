@@ -88,9 +88,11 @@ class functional_mode(TorchFunctionMode, ContextDecorator):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # (In here torch has taken the mode away, so that memsave can call torch's functions.)
-        if func in STAND_INS and types in PLAIN and not _checkpointed():
+        kwargs = kwargs or {}
+        is_given = "out" in kwargs  # where to write, of which no gradient can be
+        if func in STAND_INS and types in PLAIN and not is_given and not _checkpointed():
             func = STAND_INS[func]
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
 
 def _checkpointed() -> bool:

@@ -185,6 +185,15 @@ def test_in_place() -> None:
         assert y.grad_fn.name().startswith("Memsave")
 
 
+@pytest.mark.parametrize("call", [F.softshrink, F.logsigmoid, torch.hardshrink])
+def test_outputs_that_are_given(call: Callable[..., Tensor]) -> None:
+    """They have no gradient."""
+    x, y = torch.randn(4), torch.empty(4)
+    with functional_mode():
+        assert call(x, out=y) is y
+    same(y, call(x))
+
+
 def test_errors_are_those_of_torch() -> None:
     x = torch.randn(2, 3, 4, 4, requires_grad=True)
     calls = (
