@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections import UserDict
 from typing import Any
@@ -272,6 +273,18 @@ def test_norms_whose_output_does_not_tell_their_input() -> None:
     expected = memsave.report(model, x).converted
     assert type(memsave.convert(model, x)[2]) is not memsave.nn.LayerNormFromOutput
     assert bytes_of(model, x) == expected <= before
+
+
+@pytest.mark.parametrize("act", [nn.ELU, lambda: nn.CELU(0.5), nn.SELU])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_slopes_of_which_the_output_has_too_few_digits(act: Any, dtype: torch.dtype) -> None:
+    """In 16 bits gradients are stock's to the bit."""
+    stock = nn.Sequential(*chain(["linear"]), act(), *chain(["linear"])).to(dtype)
+    x = torch.randn(64, WIDTH).to(dtype)
+    model = memsave.convert(copy.deepcopy(stock), x)
+    is_stock = dtype is torch.bfloat16
+    assert (classes(model)[1] is type(stock[1])) == is_stock
+    same(step(model, x), step(stock, x), **({"rtol": 0, "atol": 0} if is_stock else {}))
 
 
 def test_a_forward_that_fake_tensors_cannot_follow() -> None:

@@ -269,6 +269,17 @@ def test_slopes_of_curves(
 
 
 @needs_nodes
+@pytest.mark.parametrize("g", [1e10, torch.inf])
+def test_slopes_below_the_normal_numbers(g: float) -> None:
+    """Of which large gradients make normal ones."""
+    x = torch.linspace(80, 103, 300).requires_grad_()
+    y = memsave.functional.logsigmoid(x)
+    assert type(y.grad_fn).__name__ == "MemsaveLayerBackward"
+    (dx,) = torch.autograd.grad(y, x, torch.full_like(y, g))
+    same(dx.double(), g * torch.sigmoid(-x.detach().double()), rtol=1e-4, atol=0)
+
+
+@needs_nodes
 @pytest.mark.parametrize("classes", [1, 7, 300])
 def test_softmax_of_cross_entropy(classes: int) -> None:
     """To rounding, relative to each probability, the smallest too; nothing of classes at -inf."""

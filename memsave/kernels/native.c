@@ -160,6 +160,12 @@ static inline float tanh_of(float u) {
 
 static inline float square(float u) { return u * u; }
 
+/* g / (1 + exp(x)), in two steps where it may be below the normal numbers. */
+static inline float over_exponential(float g, float x) {
+    const float half = exp_of(fabsf(x) / -2);
+    return (x > 0 ? g * half * half : g) / (1 + square(half));
+}
+
 /* Gradients of curves, by what is kept: g * (1 - exp(a * y)); g * tanh(x)^2; g / (1 + exp(x)). */
 #define FROM_CURVE(NAME, SLOPE)                                                         \
     WIDE_LOOP void NAME##_float(const void *work, size start, size end, size thread) {  \
@@ -173,7 +179,7 @@ static inline float square(float u) { return u * u; }
     }
 FROM_CURVE(rest, x[i] * -expm1_of(a * kept))
 FROM_CURVE(tanh2, x[i] * square(tanh_of(kept)))
-FROM_CURVE(logistic, kept > 88 ? x[i] * 0 : x[i] / (2 + expm1_of(kept)))
+FROM_CURVE(logistic, over_exponential(x[i], kept))
 
 /* Rows of softmax(x), times one factor each. */
 WIDE_LOOP void softmax(const void *work, size start, size end, size thread) {

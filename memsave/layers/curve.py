@@ -84,6 +84,11 @@ def _tanhshrink_gradient(g: Tensor, x: Tensor) -> Tensor:
     return y.square_().mul_(g) if overwrite else g * y.square()
 
 
+def _softsign_gradient(g: Tensor, x: Tensor) -> Tensor:
+    size = x.abs() + 1  # of which the square may be too large for the dtype
+    return g / size / size
+
+
 # What stock keeps is what the row says.
 define(spec.SIGMOID, torch.sigmoid)
 define(spec.TANH, torch.tanh)
@@ -141,7 +146,7 @@ _tanhshrink = define_curve(
     _tanhshrink_gradient,
     lambda: (),
 )
-_softsign = define_curve(spec.SOFTSIGN, F.softsign, lambda g, x: g / (x.abs() + 1).square())
+_softsign = define_curve(spec.SOFTSIGN, F.softsign, _softsign_gradient)
 
 
 def logsigmoid(input: Tensor) -> Tensor:
@@ -174,31 +179,46 @@ as_stock(nn.Hardswish, spec.HARDSWISH)
 as_stock(nn.GLU, spec.GLU)
 
 
+def _is_narrow(x: Tensor) -> bool:
+    """Whether its dtype has too few digits for a slope that is the output and a constant: near
+    zero they cancel.
+    """
+    return x.itemsize < 4
+
+
 @drop_in(spec.ELU_FROM_OUTPUT)
 class ELUFromOutput(nn.ELU):
-    """As :class:`torch.nn.ELU`. Keeps its output (its input, where ``alpha`` is negative)."""
+    """As :class:`torch.nn.ELU`. Keeps its output; its input where ``alpha`` is negative, or the
+    dtype is of less than 32 bits.
+    """
 
     def forward(self, input: Tensor) -> Tensor:
-        if self.alpha < 0:  # not one to one
+        if self.alpha < 0 or _is_narrow(input):  # not one to one
             return super().forward(input)
         return _elu_from_output(input, alpha=self.alpha, inplace=self.inplace)
 
 
 @drop_in(spec.CELU_FROM_OUTPUT)
 class CELUFromOutput(nn.CELU):
-    """As :class:`torch.nn.CELU`. Keeps its output (its input, where ``alpha`` is negative)."""
+    """As :class:`torch.nn.CELU`. Keeps its output; its input where ``alpha`` is negative, or the
+    dtype is of less than 32 bits.
+    """
 
     def forward(self, input: Tensor) -> Tensor:
-        if self.alpha <= 0:
+        if self.alpha <= 0 or _is_narrow(input):
             return super().forward(input)
         return _celu_from_output(input, alpha=self.alpha, inplace=self.inplace)
 
 
 @drop_in(spec.SELU_FROM_OUTPUT)
 class SELUFromOutput(nn.SELU):
-    """As :class:`torch.nn.SELU`. Keeps its output."""
+    """As :class:`torch.nn.SELU`. Keeps its output; its input where the dtype is of less than 32
+    bits.
+    """
 
     def forward(self, input: Tensor) -> Tensor:
+        if _is_narrow(input):
+            return super().forward(input)
         return _selu_from_output(input, inplace=self.inplace)
 
 
