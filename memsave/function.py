@@ -441,8 +441,9 @@ def for_stock(
     It may if no gradient is wanted, or one of those with which the stock op keeps no bytes beyond
     those of the row: what the row says, and parameters and buffers, which live anyway. It spares
     the time of the engine. (But not while somebody observes what layers keep, or traces; nor with
-    tensors of other classes, and of what is no parameter, or is computed. Whether a mode is on
-    makes no difference: a checkpoint may run the layer once with and once without.)
+    tensors of other classes, and of what is no parameter, or is computed, or lies elsewhere than
+    the module's attributes are found first. Whether a mode is on makes no difference: a checkpoint
+    may run the layer once with and once without.)
 
     Args:
         wanted: Which gradients, the sum of some of :data:`INPUT`, :data:`WEIGHT`, :data:`BIAS`.
@@ -452,13 +453,15 @@ def for_stock(
     if is_dynamo_compiling() or _observers:
         return None
     if nodes is not None:
-        return nodes.for_stock(module._parameters, wanted, input, casts, has_bias)
+        return nodes.for_stock(module.__dict__, wanted, input, casts, has_bias)
     if compiler._is_compiling_flag or _is_tracing():
         return None
-    own = module._parameters if has_bias else {**module._parameters, "bias": None}
-    if (casts and _is_any_autocast_enabled()) or not own.keys() >= {"weight", "bias"}:
+    own, names = module._parameters, {"weight", "bias"} if has_bias else {"weight"}
+    if (casts and _is_any_autocast_enabled()) or type(own) is not dict or not own.keys() >= names:
         return None
-    weight, bias, bits = own["weight"], own["bias"], 0
+    if module.__dict__.keys() & names:
+        return None
+    weight, bias, bits = own["weight"], own["bias"] if has_bias else None, 0
     for place, tensor in enumerate((input, weight, bias)):
         if tensor is not None:
             if type(tensor) not in _OF_TORCH or (place and not tensor.is_leaf):

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import helpers
 import pytest
 import torch
-from helpers import every_row, first, inputs, options, ours, outcome, same, stock
+from helpers import every_class, every_row, first, inputs, options, ours, outcome, same, stock
 from torch import Tensor, fx, nn
 from torch.autograd import forward_ad
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
@@ -1135,6 +1135,35 @@ def test_no_copies_of_parameters_are_kept_under_autocast(layer) -> None:
         assert helpers.kept(lambda: layer(x), [x]) == x.nbytes // 2
 
 
+class Doubling(dict):
+    """Of parameters: it gives others than it has, as those do that gather shards."""
+
+    def __getitem__(self, name: str) -> Any:
+        value = super().__getitem__(name)
+        return None if value is None else nn.Parameter(value.detach() * 2)
+
+
+@pytest.mark.parametrize("place", ["attribute", "dictionary"])
+@every_class
+def test_weights_that_lie_elsewhere(
+    cls: type[nn.Module], place: str, by_nodes_and_by_rules
+) -> None:
+    """Where a module's attributes are found first, or behind a dictionary of another class."""
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        module = helpers.build(cls).double()
+        if place == "dictionary":
+            vars(module)["_parameters"] = Doubling(module._parameters)
+        elif isinstance(weight := getattr(module, "weight", None), Tensor):
+            vars(module)["weight"] = weight.detach() * 2
+        return module
+
+    module, x = make(), helpers.module_input(cls)
+    module.__class__ = helpers.drop_ins(cls)[0]
+    same(module(x), make()(x), rtol=0, atol=0)
+
+
 def test_rows_from_the_output_look_at_parameters_of_accelerators_once() -> None:
     """Whether they tell the input: asked again only of another value."""
     weight, bias = nn.Parameter(torch.ones(6)), nn.Parameter(torch.zeros(6))
@@ -1149,6 +1178,16 @@ def test_rows_from_the_output_look_at_parameters_of_accelerators_once() -> None:
         with torch.no_grad():
             changed.mul_(2)
         assert [looks(), looks()] == [1, 0]
+    torch.utils.swap_tensors(weight, nn.Parameter(torch.ones(6)))
+    assert [looks(), looks()] == [1, 0]
+
+
+def test_softsign_of_large_numbers() -> None:
+    """Of which a square may be too large for the dtype."""
+    x = torch.tensor([0.5, 300, -60000], dtype=torch.float16, requires_grad=True)
+    memsave.functional.softsign(x).backward(torch.full_like(x, 60000))
+    exact = 60000 / (x.detach().double().abs() + 1).square()
+    same(x.grad.double(), exact, rtol=2e-3, atol=1e-7)
 
 
 @pytest.mark.parametrize("row", [row for row in TABLE.values() if row.inplace], ids=repr)

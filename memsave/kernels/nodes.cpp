@@ -383,6 +383,10 @@ PyObject *for_stock(PyObject *, PyObject *const *args, Py_ssize_t count) {
     HANDLE_TH_ERRORS
     TORCH_CHECK_TYPE(count == 5 && PyDict_Check(args[0]), "for_stock takes a dict, bits, a tensor and two flags");
     static PyObject *const names[] = {PyUnicode_InternFromString("weight"), PyUnicode_InternFromString("bias")};
+    static PyObject *const home = PyUnicode_InternFromString("_parameters");
+    PyObject *parameters = PyDict_GetItemWithError(args[0], home);
+    if (!parameters && PyErr_Occurred()) return nullptr;
+    if (!parameters || !PyDict_CheckExact(parameters)) Py_RETURN_NONE;
     const auto &autocast = c10::autocast_dispatch_keyset;
     const bool casts = args[3] == Py_True && !c10::impl::tls_local_dispatch_key_set().excluded_.has_all(autocast);
     if (torch::jit::tracer::isTracing() || casts) Py_RETURN_NONE;
@@ -390,8 +394,12 @@ PyObject *for_stock(PyObject *, PyObject *const *args, Py_ssize_t count) {
     PyObject *found[] = {args[2], nullptr, Py_None};
     long wanted = 0;
     for (int k = 0; k < (args[4] == Py_True ? 3 : 2); k++) {
-        if (k) found[k] = PyDict_GetItemWithError(args[0], names[k - 1]);
-        if (!found[k] && PyErr_Occurred()) return nullptr;
+        if (k) {
+            const int is_hidden = PyDict_Contains(args[0], names[k - 1]);
+            if (is_hidden) return is_hidden < 0 ? nullptr : Py_NewRef(Py_None);
+            found[k] = PyDict_GetItemWithError(parameters, names[k - 1]);
+            if (!found[k] && PyErr_Occurred()) return nullptr;
+        }
         if (found[k] == Py_None) continue;
         if (!found[k] || !THPVariable_CheckExact(found[k])) Py_RETURN_NONE;
         const Tensor &tensor = THPVariable_Unpack(found[k]);
@@ -1529,9 +1537,9 @@ PyMethodDef methods[] = {
      "wanted(places, args): of which of these places gradients are wanted, as bits; None if an argument is "
      "neither None nor a plain tensor of the CPU, or anything is on that gives operations another meaning"},
     {"for_stock", FAST(for_stock),
-     "for_stock(parameters, bits, input, casts, has_bias): the weight and the bias, if nothing traces (and no "
-     "autocast is on, if it casts), they are of torch's own classes, as the input, and of the three none "
-     "wants a gradient, or one of the bits does"},
+     "for_stock(attributes, bits, input, casts, has_bias): the weight and the bias of a module, if nothing "
+     "traces (and no autocast is on, if it casts), they are parameters of torch's own classes, as the input, "
+     "and of the three none wants a gradient, or one of the bits does"},
     {"bits", FAST(bits),
      "bits(row, x, loop, inplace, low, high, family, a, b, softshrinks, also): x by a loop (or by softshrink "
      "to high) that says bits, of which backward makes g, or +0 (family 0); g * a, or +0 (1); "

@@ -32,7 +32,7 @@ for _node in _nodes.connect(_native.loops, _families, DeviceContext):
 #: the CPU, or if anything is on that gives operations another meaning (a mode, autocast, ...).
 wanted = _nodes.wanted
 #: ``for_stock(parameters, wanted, input, casts, has_bias)``: :func:`memsave.function.for_stock` of
-#: a dict of parameters, while nobody observes.
+#: the ``__dict__`` of a module, while nobody observes.
 for_stock = _nodes.for_stock
 
 

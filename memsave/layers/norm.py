@@ -11,7 +11,6 @@ parameters (g, k, 1). Layer and RMS normalization have one group and one place.
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 from torch._C import _len_torch_function_stack
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.compiler import is_dynamo_compiling
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from .. import kernels, spec
 from ..function import (
@@ -479,26 +479,28 @@ def tells_its_input(module: Any) -> bool:
     return _tells(weight, bias, least)
 
 
-#: What was found, by the ``id`` of the weight. (A dictionary of weak keys takes as long as a small
-#: kernel to look it up.)
-_found: dict[int, tuple[weakref.ref[Tensor], Any, bool]] = {}
+#: What was found, by the ``id`` of the weight. (Weak references are to storages: tensors that have
+#: some cannot be swapped, ``torch.utils.swap_tensors``.)
+_found: dict[int, tuple[Any, bool]] = {}
 
 
 def tells_once(weight: Tensor, bias: Tensor | None, least: float) -> bool:
     """As ``_tells``, looked up once per version of the parameters."""
-    state = (weight._version, id(bias), None if bias is None else bias._version)
+    state = [
+        (id(tensor), tensor._version, StorageWeakRef(tensor.untyped_storage()))
+        for tensor in (weight, bias)
+        if tensor is not None
+    ]
     found = _found.get(id(weight))
-    if found is None or found[0]() is not weight or found[1] != state:
+    if found is None:
+        for key, ((first, *_), _) in [*_found.items()]:
+            if first[-1].expired():
+                _found.pop(key, None)
+    if found is None or found[0] != state:
         if weight.is_cuda and torch.cuda.is_current_stream_capturing():
             return False  # A CUDA graph cannot wait for a look.
-        reference = weakref.ref(weight, partial(_forget, id(weight)))
-        found = _found[id(weight)] = (reference, state, _tells(weight, bias, least))
-    return found[2]
-
-
-def _forget(key: int, reference: weakref.ref[Tensor]) -> None:
-    if key in _found and _found[key][0] is reference:
-        del _found[key]
+        found = _found[id(weight)] = (state, _tells(weight, bias, least))
+    return found[1]
 
 
 @drop_in(spec.LAYER_NORM)
