@@ -108,7 +108,8 @@ class _Converted:
                 _set_class(module, _converted_class(type(module)))
 
     def __reduce__(self) -> Any:
-        return convert, (_set_class(self.clone(), _stock_class(type(self))),)  # type: ignore
+        # (With its state, as of any object: ``copy`` asks for it, too, and it may be bound.)
+        return _bare, (_stock_class(type(self)),), dict(vars(self))  # type: ignore[arg-type]
 
 
 for _name in ("_call_wrapped_method", "_register_submodules"):
@@ -132,6 +133,11 @@ def _attributes(module: nn.Module) -> list[Any]:
 def _set_class(module: M, cls: type[nn.Module]) -> M:
     object.__setattr__(module, "__class__", cls)
     return module
+
+
+def _bare(stock: type[nn.Module]) -> nn.Module:
+    """A converted module to which its state is yet to be given."""
+    return object.__new__(_converted_class(stock))
 
 
 def _converted_class(cls: type[nn.Module]) -> type[nn.Module]:

@@ -211,7 +211,9 @@ def _by_custom_jvp(rule: Rule, options: dict[str, Any]) -> Callable[..., Any]:
             # (In a checkpoint, as it may multiply by what it computes.)
             along = jax.checkpoint(functools.partial(rule.primal, **options), prevent_cse=False)
             return rule.primal(*args, **options), along(*wanted.values())
-        y, residuals, shapes = _forward(rule, wrt, args, arrays, options)
+        # (y by the function itself: its further derivatives are those of the rule, too.)
+        fwd = rule.fwd if rule.row.extras else lambda *_, **__: (function(arrays, *args), {})
+        y, residuals, shapes = _forward(rule, fwd, wrt, args, arrays, options)
         saved = {name: residuals[name] for name in rule.row.saves(wrt)}
         types = jax.tree.map(jax.typeof, y)
 
@@ -266,7 +268,7 @@ def _by_custom_vjp(rule: Rule, options: dict[str, Any]) -> Callable[..., Any]:
                 f"row {row.name!r} has gradients for {[*row.reads]}, not for {sorted(wrt)}; the "
                 "form custom_jvp takes the stock op for these"
             )
-        y, residuals, shapes = _forward(rule, wrt, args, arrays, options)
+        y, residuals, shapes = _forward(rule, rule.fwd, wrt, args, arrays, options)
         saves = row.saves(wrt) if wrt else ()
         kept = tuple(_unforwarded(residuals[n]) if n in saves else jnp.zeros(0) for n in every)
         code = sum(1 << k for k, name in enumerate(names) if name in wrt)
@@ -293,11 +295,16 @@ _FORMS = {"custom_jvp": _by_custom_jvp, "custom_vjp": _by_custom_vjp}
 
 
 def _forward(
-    rule: Rule, wrt: Mask, args: Any, arrays: dict[str, Any], options: dict[str, Any]
+    rule: Rule,
+    fwd: Callable[..., tuple[Any, dict[str, Array]]],
+    wrt: Mask,
+    args: Any,
+    arrays: dict[str, Any],
+    options: dict[str, Any],
 ) -> tuple[Any, dict[str, Any], dict[str, Any]]:
     """``y``, all residuals by name, and the types of arguments and ``y``."""
     row = rule.row
-    y, extras = rule.fwd(wrt, *args, **arrays, **options)
+    y, extras = fwd(wrt, *args, **arrays, **options)
     named = {**dict(zip(row.args, args, strict=True)), "y": y[0] if isinstance(y, tuple) else y}
     shapes = {name: None if array is None else jax.typeof(array) for name, array in named.items()}
     extras = {n: checkpoint_name(extra, f"{row.name}.{n}") for n, extra in extras.items()}

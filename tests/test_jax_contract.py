@@ -905,6 +905,35 @@ def test_unknown_padding() -> None:
             layer(x, kernel, padding="NONE")
 
 
+@pytest.mark.parametrize("jitted", [False, True])
+@pytest.mark.parametrize("make", [jax.random.key, jax.random.PRNGKey])
+@pytest.mark.parametrize("layer", [F.dropout, F.dropout_from_rng])
+def test_dropout_that_draws_twice_says_so(layer: Function, make: Function, jitted: bool) -> None:
+    """To the debugging mode that looks for keys which are used twice."""
+    x = jnp.ones((2, 4, 8))
+
+    def gradient(key: Any) -> Array:
+        return jax.grad(lambda x: layer(x, 0.5, key, broadcast_dims=(1,)).sum())(x)
+
+    with jax.debug_key_reuse(True):
+        found = (jax.jit(gradient) if jitted else gradient)(make(0))
+    assert jnp.array_equal(found, gradient(make(0)))
+
+
+@pytest.mark.parametrize("name", ["log_softmax", "sigmoid", "relu_from_output"])
+def test_second_derivatives_keep_no_more(name: str) -> None:
+    """Reverse over forward: the rule's own derivative, not also stock's."""
+    x = jnp.linspace(-2, 2, 512).reshape(8, 64)
+
+    def kept() -> int:
+        pull = jax.vjp(lambda x: jax.jvp(getattr(F, name), (x,), (x + 1,))[1], x)[1]
+        return sum({id(leaf): leaf.nbytes for leaf in jax.tree.leaves(pull)}.values())
+
+    ours = kept()
+    with function.using("stock"):
+        assert ours <= kept()
+
+
 @every_form
 @pytest.mark.parametrize("rate", [0.0, 1.0])
 def test_dropout_of_nothing_and_of_all(rate: float, form: str) -> None:

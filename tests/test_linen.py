@@ -609,6 +609,16 @@ def test_bound_and_its_parts() -> None:
     assert type(mnn.revert(bound).norm) is nn.BatchNorm
 
 
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
+def test_copies_stay_bound(copied: Callable[[Any], Any]) -> None:
+    model, x = Net(Block(False), train=False), image()
+    variables = model.init(KEYS, x)
+    bound = mnn.convert(model).bind(variables)
+    copy = copied(bound)
+    assert type(copy) is type(bound)
+    same(copy(x), model.apply(variables, x))
+
+
 def test_equality_copies_and_pickles() -> None:
     model = net()
     ours = mnn.convert(model)

@@ -56,7 +56,8 @@ def _bwd(g: Array, wrt: Mask, saved: Saved, shapes: Shapes, *, p: float) -> Grad
 def _fwd_rng(
     wrt: Mask, x: Array, *, key: Any, p: float, broadcast_dims: Sequence[int] = ()
 ) -> tuple[Array, dict[str, Array]]:
-    return _primal(x, key=key, p=p, broadcast_dims=broadcast_dims), {"rng_state": key}
+    again = jax.random.clone(key)  # which jax.debug_key_reuse asks for
+    return _primal(x, key=key, p=p, broadcast_dims=broadcast_dims), {"rng_state": again}
 
 
 def _bwd_rng(
