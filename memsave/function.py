@@ -380,6 +380,14 @@ def _untraceable(rule: Rule, args: tuple[Any, ...], options: Mapping[str, Any]) 
     """Whether ``torch.compile`` is to trace the stock op."""
     if _are_functorch_transforms_active():
         return True
+    for arg in args:
+        if isinstance(arg, Tensor) and (
+            type(arg) not in _OF_TORCH
+            or arg.layout is not strided
+            or arg.is_complex()
+            or arg.is_nested
+        ):
+            return True
     inplace = rule.row.inplace and options.get("inplace")
     # (is_exporting() is always true to the compiler of torch 2.11.)
     return not rule.compiled or torch.compiler._is_exporting_flag or bool(inplace)

@@ -304,3 +304,76 @@ def test_transforms_inside(transform: str) -> None:
 
     before, after = (run(model) for model in helpers.pair(make))
     same(after, before)
+
+
+@every_row
+def test_autocast_stays_as_it_is(row: Layer) -> None:
+    """After a layer has been traced with its backward."""
+    args, layer = inputs(row, frozenset(row.reads), dtype=torch.float32), ours(row)
+
+    def run(*args):
+        y = layer(*args, **options(row))
+        return y, torch.is_autocast_enabled("cpu")
+
+    with torch.autocast("cpu"):
+        y, is_enabled = compiled(run)(*args.values())
+    assert is_enabled
+    helpers.first(y).sum().backward()
+
+
+def of_data(x: Tensor) -> Tensor:
+    """All of it, as the compiler cannot know."""
+    return x[x.detach().sum((1, 2, 3)) > -torch.inf]
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.Conv2d(3, 4, 3).requires_grad_(False),
+        nn.Conv2d(3, 4, 3, padding=1, padding_mode="reflect"),
+        nn.ConvTranspose2d(3, 4, 2).requires_grad_(False),
+        nn.GroupNorm(1, 3),
+    ],
+    ids=str,
+)
+def test_sizes_that_depend_on_data(layer: nn.Module) -> None:
+    stock_model, model = helpers.pair(lambda: nn.Sequential(layer))
+    x = helpers.image()
+    expected = helpers.step(lambda x: stock_model(of_data(x)), x, model=stock_model)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        run = compiled(lambda x: model(of_data(x)))
+        same(helpers.step(run, x, model=model), expected)
+
+
+def test_empty_batches() -> None:
+    """Of a layer whose backward asks whether there is anything."""
+    model = memsave.convert(nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4)))
+    x = torch.zeros(0, 3, 8, 8, requires_grad=True)
+    compiled(model.requires_grad_(False))(x).sum().backward()
+    assert x.grad.shape == x.shape
+
+
+@pytest.mark.filterwarnings("ignore:Complex modules are a new feature:UserWarning")
+@pytest.mark.parametrize("layer", [nn.Tanhshrink(), nn.RMSNorm(8), nn.Conv2d(3, 4, 3)], ids=str)
+def test_complex_numbers_are_left_to_stock(layer: nn.Module) -> None:
+    stock_model, model = helpers.pair(
+        lambda: nn.Sequential(layer).to(torch.complex128).requires_grad_(False), torch.complex128
+    )
+    x = torch.complex(helpers.image(), helpers.image().flip(0)).detach().requires_grad_()
+    expected, actual = (
+        torch.autograd.grad(run(x).abs().square().sum(), x)
+        for run in (stock_model, compiled(model))
+    )
+    same(actual, expected)
+
+
+@pytest.mark.parametrize("layer", [nn.ReLU(), nn.Hardtanh(), nn.Threshold(0.1, 0.0)], ids=str)
+def test_nested_tensors_are_left_to_stock(layer: nn.Module) -> None:
+    parts = [torch.randn(size, 8) for size in (2, 5, 3)]
+    x = torch.nested.nested_tensor(parts, layout=torch.jagged).requires_grad_()
+    y = compiled(memsave.convert(nn.Sequential(layer)))(x)
+    y.values().sum().backward()
+    same(
+        x.grad.values(),
+        torch.autograd.functional.vjp(lambda x: layer(x).sum(), torch.cat(parts))[1],
+    )

@@ -32,7 +32,7 @@ from ..function import (
     lowered,
 )
 from .module import drop_in
-from .shape import Ints, per_axis, remembered
+from .shape import Ints, is_size, per_axis, remembered
 
 CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 CONV_TRANSPOSE = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
@@ -163,7 +163,7 @@ def _conv_bwd(
     if "x" in wrt:
         # A transposed convolution: unlike convolution_backward it needs no stand-in for x.
         adjoint = CONV_TRANSPOSE[dims]
-        if g.numel():
+        if not is_size(g.numel(), 0):
             dx = adjoint(g, saved["weight"], None, steps, edges, left_over, groups, apart)
         else:
             dx = g.new_zeros([*x_shape[:-dims], *padded])
@@ -195,7 +195,7 @@ def _conv_transpose_bwd(
     dilation, output_padding = per_axis(dilation, dims), per_axis(output_padding, dims)
     grads = {}
     if "x" in wrt:
-        if g.numel():
+        if not is_size(g.numel(), 0):
             dx = CONV[dims](g, saved["weight"], None, stride, padding, dilation, groups)
             # An output_padding of a stride or more (allowed under a larger dilation) adds places.
             for axis in range(-dims, 0):

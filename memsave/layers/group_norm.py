@@ -36,6 +36,7 @@ from .norm import (
     rstd_only,
     tells_its_input,
 )
+from .shape import channels_last, is_size
 
 # Group normalization.
 
@@ -55,7 +56,7 @@ def _group_fwd(
     num_groups: int,
     eps: float,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    if x.ndim < 2 or x.shape[1] % num_groups or x.numel() in (0, num_groups):
+    if x.ndim < 2 or x.shape[1] % num_groups or is_size(x.numel(), 0, num_groups):
         y = _group_primal(x, weight, bias, num_groups=num_groups, eps=eps)  # or stock's error
         empty = y.new_zeros(x.shape[0], num_groups)
         return y, {"mean": empty, "rstd": empty.clone()}
@@ -90,7 +91,7 @@ def _group_bwd(
     assert like is not None
     # (What is compiled has no second derivative.)
     by_stock = wrt != {"bias"} if is_dynamo_compiling() else in_one_pass(gs, wrt)
-    if by_stock and like.shape.numel():
+    if by_stock and not is_size(like.shape.numel(), 0):
         return _group_bwd_at_once(gs["y"], wrt, saved, shapes, num_groups)
     return formatted(from_input(gs, wrt, saved, shapes, num_groups), shapes)
 
@@ -99,8 +100,13 @@ def _group_bwd_at_once(
     g: Tensor, wrt: Mask, saved: Saved, shapes: Shapes, num_groups: int
 ) -> Grads:
     """By stock's kernel, whose own derivative does not know that the statistics depend on x."""
-    x = saved["x"]
-    memory_format = _memory_format(x) or torch.contiguous_format
+    x, last = saved["x"], None
+    if not is_dynamo_compiling():
+        last = _memory_format(x)
+    # (The compiler cannot ask what is saved for its layout.)
+    elif g.device.type not in CHANNELS_FIRST and channels_last(shapes["x"], g.ndim - 2):  # type: ignore[arg-type]
+        last = FORMATS.get(g.ndim)
+    memory_format = last or torch.contiguous_format
     weight = weight_or_ones(saved["weight"] if "x" in wrt else None, g, shapes)
     n, c, *s = x.shape
     names = ("x", "weight", "bias")
@@ -132,7 +138,7 @@ def _from_output_of_groups(
         return fast
     like = shapes["x"]
     assert like is not None
-    if in_one_pass(gs, wrt) and like.shape.numel():
+    if in_one_pass(gs, wrt) and not is_size(like.shape.numel(), 0):
         return _from_output_at_once(gs["y"], wrt, saved, shapes, num_groups)
     return from_output(gs, wrt, saved, shapes, num_groups)
 
@@ -237,7 +243,7 @@ def _instance_bwd(
     g: Tensor, wrt: Mask, saved: Saved, shapes: Shapes, *, momentum: float, eps: float
 ) -> Grads:
     n = g.shape[0]
-    if not g.numel():  # the kernel divides by the number of elements
+    if is_size(g.numel(), 0):  # the kernel divides by the number of elements
         wanted = {name: shapes[name] for name in wrt}
         return {n: g.new_zeros(w.shape, dtype=w.dtype) for n, w in wanted.items() if w is not None}
     if wrt == {"bias"}:

@@ -50,6 +50,17 @@ def remembered(function: Callable[..., Any]) -> Callable[..., Any]:
     return remember
 
 
+def is_size(size: Any, *sizes: int) -> bool:
+    """Whether a size is one of these. A size that depends on data, of which a compiler knows
+    nothing, is none of them.
+    """
+    if not is_dynamo_compiling():
+        return size in sizes
+    from torch.fx.experimental.symbolic_shapes import guard_or_false  # (slow, and there already)
+
+    return any(guard_or_false(size == one) for one in sizes)
+
+
 def placeholder(g: Tensor, like: Like | None) -> Tensor:
     """A tensor of this shape for a kernel that asks for nothing else: one element, expanded."""
     assert like is not None
