@@ -381,12 +381,7 @@ def _untraceable(rule: Rule, args: tuple[Any, ...], options: Mapping[str, Any]) 
     if _are_functorch_transforms_active():
         return True
     for arg in args:
-        if isinstance(arg, Tensor) and (
-            type(arg) not in _OF_TORCH
-            or arg.layout is not strided
-            or arg.is_complex()
-            or arg.is_nested
-        ):
+        if isinstance(arg, Tensor) and (type(arg) not in _OF_TORCH or _is_special(arg)):
             return True
     inplace = rule.row.inplace and options.get("inplace")
     # (is_exporting() is always true to the compiler of torch 2.11.)
@@ -404,9 +399,7 @@ def _unservable(rule: Rule, args: tuple[Any, ...], options: Mapping[str, Any]) -
     for arg in args:
         if arg is not None and (
             (type(arg) not in _OF_TORCH and _has_other_meaning(arg))
-            or arg.layout is not strided
-            or arg.is_complex()
-            or arg.is_nested
+            or _is_special(arg)
             or is_functorch_wrapped_tensor(arg)
         ):
             return True
@@ -422,6 +415,11 @@ def _is_writable(x: Tensor) -> bool:
     base = x._base
     assert base is not None
     return not base.is_leaf and _get_creation_meta(x) == CreationMeta.DEFAULT
+
+
+def _is_special(arg: Tensor) -> bool:
+    """Whether it is sparse, complex or nested."""
+    return arg.layout is not strided or arg.is_complex() or arg.is_nested
 
 
 _OF_TORCH = (Tensor, torch.nn.Parameter)
