@@ -2,6 +2,7 @@
 no more than the compiled stock layer; a frozen convolution keeps less.
 """
 
+import copy
 from collections.abc import Iterator
 from functools import partial
 
@@ -337,7 +338,7 @@ def of_data(x: Tensor) -> Tensor:
     ids=str,
 )
 def test_sizes_that_depend_on_data(layer: nn.Module) -> None:
-    stock_model, model = helpers.pair(lambda: nn.Sequential(layer))
+    stock_model, model = helpers.pair(lambda: nn.Sequential(copy.deepcopy(layer)))
     x = helpers.image()
     expected = helpers.step(lambda x: stock_model(of_data(x)), x, model=stock_model)
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
@@ -354,10 +355,14 @@ def test_empty_batches() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Complex modules are a new feature:UserWarning")
-@pytest.mark.parametrize("layer", [nn.Tanhshrink(), nn.RMSNorm(8), nn.Conv2d(3, 4, 3)], ids=str)
+@pytest.mark.parametrize(
+    "layer",
+    [nn.Tanhshrink(), nn.RMSNorm(8), nn.Conv2d(3, 4, 3, padding=1, padding_mode="reflect")],
+    ids=str,
+)
 def test_complex_numbers_are_left_to_stock(layer: nn.Module) -> None:
     stock_model, model = helpers.pair(
-        lambda: nn.Sequential(layer).to(torch.complex128).requires_grad_(False), torch.complex128
+        lambda: nn.Sequential(copy.deepcopy(layer)).requires_grad_(False), torch.complex128
     )
     x = torch.complex(helpers.image(), helpers.image().flip(0)).detach().requires_grad_()
     expected, actual = (
@@ -371,7 +376,7 @@ def test_complex_numbers_are_left_to_stock(layer: nn.Module) -> None:
 def test_nested_tensors_are_left_to_stock(layer: nn.Module) -> None:
     parts = [torch.randn(size, 8) for size in (2, 5, 3)]
     x = torch.nested.nested_tensor(parts, layout=torch.jagged).requires_grad_()
-    y = compiled(memsave.convert(nn.Sequential(layer)))(x)
+    y = compiled(memsave.convert(nn.Sequential(copy.deepcopy(layer))))(x)
     y.values().sum().backward()
     same(
         x.grad.values(),

@@ -1151,8 +1151,7 @@ def test_weights_that_lie_elsewhere(
     """Where a module's attributes are found first, or behind a dictionary of another class."""
 
     def make() -> nn.Module:
-        torch.manual_seed(0)
-        module = helpers.build(cls).double()
+        module = helpers.build(cls)
         if place == "dictionary":
             vars(module)["_parameters"] = Doubling(module._parameters)
         elif isinstance(weight := getattr(module, "weight", None), Tensor):
