@@ -103,6 +103,7 @@ def _parser() -> argparse.ArgumentParser:
         verb.add_argument(
             *("--workers",), type=int, default=os.cpu_count() or 1, help="for exact counts"
         )
+    run.add_argument("--one-process", action="store_true", help="not one for each case")
     submit.add_argument("--executor", default="slurm", help="slurm, or local")
     submit.add_argument("--parameter", action="append", default=[], metavar="KEY=VALUE")
     for verb in (run, submit, every, plot):
@@ -165,6 +166,7 @@ def _run(name: str, args: argparse.Namespace, rest: list[str], argv: Sequence[st
         whole=only == cases and _selection(chosen) == _selection(config),
         folder=args.results or results.FOLDER,
         workers=args.workers,
+        one_process=getattr(args, "one_process", False),
     )
     if not only:
         return _fail(f"no case of {name} contains {args.only!r}; the first of them: {cases[0]}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
@@ -96,6 +96,7 @@ class Run(Generic[Case]):
             older ones.
         folder: Of the results.
         workers: How many processes at once. Times are measured by one at once, whatever this is.
+        one_process: Whether one process measures all cases, where it takes long to begin one.
         failed: Cases that could not be measured, and why.
     """
 
@@ -107,7 +108,9 @@ class Run(Generic[Case]):
     whole: bool = True
     folder: Path = results.FOLDER
     workers: int = 1
+    one_process: bool = False
     failed: dict[Case, str] = field(default_factory=dict)
+    _shared: ProcessPoolExecutor | None = None
 
     @property
     def parts(self) -> Parts:
@@ -130,17 +133,29 @@ class Run(Generic[Case]):
         return [case for case in self.cases if not is_done(case)]
 
     def measure(self, case: Case) -> Exception | None:
-        """Measure a case in a fresh process, and keep what came out."""
-        experiment = self.experiment
+        """Measure a case in a process, and keep what came out."""
+        experiment, process = self.experiment, self._process()
         try:
-            with ProcessPoolExecutor(1, mp_context=self._context()) as process:
-                record = process.submit(
-                    _record, experiment.measure, experiment.backend, experiment.accelerator, case
-                ).result()
+            record = process.submit(
+                _record, experiment.measure, experiment.backend, experiment.accelerator, case
+            ).result()
         except Exception as error:
+            if isinstance(error, BrokenExecutor):
+                self._shared = None
             return error
+        finally:
+            if process is not self._shared:
+                process.shutdown()
         self.parts.write(record, options=self.options, command=self.command)
         return None
+
+    def _process(self) -> ProcessPoolExecutor:
+        if self._shared is not None:
+            return self._shared
+        process = ProcessPoolExecutor(1, mp_context=self._context())
+        if self.one_process:
+            self._shared = process
+        return process
 
     def _context(self) -> BaseContext:
         if self.experiment.backend == "jax":
@@ -160,6 +175,8 @@ class Run(Generic[Case]):
                 self.failed[case] = f"{type(error).__name__}: {error}"
                 bar.write(f"failed: {case}: {self.failed[case]}\n{error.__cause__ or ''}")
         bar.close()
+        if self._shared is not None:
+            self._shared.shutdown()
         return self.collect()
 
     def _measured(self, cases: list[Case]) -> Iterator[Exception | None]:

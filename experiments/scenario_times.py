@@ -127,8 +127,9 @@ def stock_side(case: Case) -> Side:
     torch.manual_seed(0)
     model = paper.MODELS[case.model]
     device = best_device()
-    step = model.step(case.layers or None).to(device)
-    x, labels = (t.to(device) for t in model.data(case.batch, case.size))
+    with device:
+        step = model.step(case.layers or None)
+        x, labels = model.data(case.batch, case.size)
     paper.apply(case.scenario, step)
     x.requires_grad_(paper.SCENARIOS[case.scenario].input)
     return Side(step, x, labels)

@@ -76,6 +76,7 @@ class Rule(NamedTuple):
     smooth: bool
     shapes: tuple[str, ...]
     node: Callable[..., Tensor | None] | None = None
+    node_casts: bool = False
 
 
 class Call(NamedTuple):
@@ -105,6 +106,7 @@ def define(
     smooth: bool = False,
     shapes: tuple[str, ...] | None = None,
     node: Callable[..., Tensor | None] | None = None,
+    node_casts: bool = False,
 ) -> Callable[..., Any]:
     """Make the differentiable function of a row and register its rule.
 
@@ -124,6 +126,8 @@ def define(
         shapes: Of which arguments, and of ``y``, ``bwd`` reads the shapes. Default: of all.
         node: ``node(row.name, wrt, *args, **options)``: the layer by :mod:`memsave.kernels.nodes`,
             if that is compiled, or ``None`` where it does not apply. It keeps what the row says.
+        node_casts: Whether the node casts arguments as autocast says. (Elsewhere, while it is on,
+            it does not apply to a row that autocast casts.)
 
     Returns:
         A function of the row's arguments (positional, ``None`` where absent) and its options
@@ -147,6 +151,7 @@ def define(
         smooth,
         (*row.args, "y") if shapes is None else shapes,
         node if nodes is not None else None,
+        node_casts,
     )
     RULES[row.name] = rule
     return differentiable(rule)
@@ -158,6 +163,7 @@ def differentiable(rule: Rule) -> Callable[..., Any]:
     # of Python functions that costs: so it calls few, and looks up at definition what it can.
     row, primal, unless, autocast = rule.row, rule.primal, rule.unless, rule.autocast
     smooth, function = rule.smooth, _function(rule)
+    casts = autocast is not None and not rule.node_casts
     # Not the row's own mappings, which torch.compile cannot trace in every version.
     names = tuple(row.args)
     wantable = tuple(place for place, name in enumerate(names) if name in row.reads)
@@ -174,7 +180,7 @@ def differentiable(rule: Rule) -> Callable[..., Any]:
 
     def layer(*args: Any, **options: Any) -> Any:
         if not is_dynamo_compiling() and not _observers and nodes is not None:
-            bits = nodes.wanted(wantable, args)
+            bits = nodes.wanted(wantable, args, casts)
             if bits is not None and (run := at_once[bits]) is not None:
                 y = run(*args, **options)
                 if y is not None:

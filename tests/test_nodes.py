@@ -193,7 +193,7 @@ def test_what_is_invertible_at_a_look(
         assert not is_invertible(x, weight, bias)
     with torch.autocast("cpu"):
         assert look(x) is None
-        assert not is_over_last(x)
+        assert is_over_last(x)
 
 
 @pytest.mark.parametrize("value", [0.0, 1e-40, torch.nan])
@@ -505,7 +505,8 @@ def gradient(x: Tensor) -> Tensor:
 def seen(arg: Any) -> list[int | None]:
     """What :func:`memsave.kernels.nodes.wanted` says of arguments like this one."""
     return [
-        kernels.nodes.wanted((0, 2), args) for args in ((arg, None), (None, torch.ones(2), arg))
+        kernels.nodes.wanted((0, 2), args, True)
+        for args in ((arg, None), (None, torch.ones(2), arg))
     ]
 
 
@@ -517,8 +518,8 @@ def test_what_is_wanted_of_plain_tensors() -> None:
         with torch.no_grad():
             assert seen(arg) == [0, 0]
     assert seen(y) == seen(None) == seen(torch.arange(3)) == [0, 0]
-    assert kernels.nodes.wanted((0, 2), (x, x, x)) == 3
-    assert kernels.nodes.wanted((1,), (x, y, x)) == 0
+    assert kernels.nodes.wanted((0, 2), (x, x, x), True) == 3
+    assert kernels.nodes.wanted((1,), (x, y, x), False) == 0
 
 
 class FunctionMode(TorchFunctionMode):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -264,9 +264,14 @@ def norm(rows: Rows, wrt: frozenset[str]) -> dict[str, Tensor] | None:
             *(name in wrt for name in names),
             at_once,
             block,
-            num_warps=4 if block <= 1024 else 8 if block <= 4096 else 16,
+            num_warps=_warps(block),
         )
     return {name: grad if name == "x" else grad.sum(0) for name, grad in grads.items()}
+
+
+def _warps(block: int) -> int:
+    """Of a norm."""
+    return 4 if block <= 1024 else 8 if block <= 4096 else 16
 
 
 def _are_vectors(
@@ -283,6 +288,144 @@ def _are_vectors(
         )
         for v in tensors
     )
+
+
+# For nodes.cpp, which launches loops by itself.
+
+#: Of bits, by number: pieces, those in any dtype first; that of booleans; tests of pieces that
+#: torch computes.
+KINDS = (
+    *("relu", "leaky_relu", "hardtanh", "threshold", "hardshrink"),
+    *("nonzero", "within", "not_inside"),
+)
+BY_TORCH = ("hardsigmoid", "softshrink")
+#: Of selections from bits, by number.
+SELECTIONS = ("select", "part", "scale")
+#: What Triton calls an element, by the number that torch has for its dtype.
+ELEMENT = {0: "u8", 5: "fp16", 6: "fp32", 7: "fp64", 11: "u8", 15: "bf16"}
+INTEGER = {5: "i16", 6: "i32", 7: "i64", 15: "i16"}
+
+
+def compiled(device: int, loop: int, *constants: int) -> tuple[int, int, int] | None:
+    """The function (of CUDA's driver) of a loop on a device, its threads and its bytes of shared
+    memory; zeros where it is not compiled; ``None`` if that cannot be said now.
+
+    Pointers are to addresses that 16 divides.
+    """
+    place = torch.device("cuda", device)
+    with torch.cuda.device(place):
+        if torch.cuda.is_current_stream_capturing():
+            return None  # Loading a function is nothing that a CUDA graph can contain.
+        if place not in _works:
+            _works[place] = _compiles(place)
+        if not _works[place]:
+            return 0, 0, 0
+        try:
+            kernel = compile_loop(*SOURCES[loop](*constants))
+            kernel[1, 1, 1]  # which loads it
+        except Exception as error:
+            warnings.warn(f"memsave runs without a kernel on {place}: {error}", stacklevel=2)
+            return 0, 0, 0
+    return kernel.function, 32 * kernel.metadata.num_warps, kernel.metadata.shared
+
+
+def compile_loop(
+    name: str,
+    types: dict[str, str],
+    constants: dict[str, Any],
+    even: tuple[str, ...],
+    warps: int,
+    target: Any = None,
+) -> Any:
+    """A loop for a target of Triton's (by default, the current device), with the ``types`` of all
+    arguments that are no ``constants``; those that 16 divides are ``even``, as pointers are.
+    """
+    from triton import compile
+    from triton.compiler import ASTSource
+
+    function = getattr(_loops(), name)
+    names = function.arg_names
+    signature = {key: "constexpr" if key in constants else types[key] for key in names}
+    even = tuple(key for key, kind in signature.items() if kind.startswith("*") or key in even)
+    source = ASTSource(
+        function,
+        signature,
+        {(names.index(key),): value for key, value in constants.items()},
+        {(names.index(key),): [["tt.divisibility", 16]] for key in even},
+    )
+    return compile(source, target=target, options={"num_warps": warps})
+
+
+Source = tuple[str, dict[str, str], dict[str, Any], tuple[str, ...], int]
+
+
+def _to_bits(dtype: int, kind: int, writes: int, even: int) -> Source:
+    x = "*" + ELEMENT[dtype]
+    types = {"x": x, "y": x, "bits": "*u8", "size": "i32", "low": "fp32", "high": "fp32"}
+    constants = {"KIND": KINDS[kind], "WRITES": bool(writes), "BYTES": BYTES}
+    return "to_bits", types, constants, ("size",) * even, 4
+
+
+def _from_bits(dtype: int, kind: int, even: int) -> Source:
+    selection = SELECTIONS[kind]
+    x = "*" + (INTEGER if selection == "select" else ELEMENT)[dtype]
+    types = {"x": x, "y": x, "bits": "*u8", "size": "i32", "low": "fp32", "high": "fp32"}
+    return "from_bits", types, {"KIND": selection, "BYTES": BYTES}, ("size",) * even, 4
+
+
+def _source_of_pool(
+    loop: str, dtype: int, channels: int, in_ones: int, out_ones: int, *windows: int
+) -> Source:
+    """``channels``: one (2), or a multiple of 16 (1); ``ones``: bits of axes of one place."""
+    x = "*" + ELEMENT[dtype]
+    constants: dict[str, Any] = {"FAR": False, "BLOCK": ELEMENTS}
+    for place, name in enumerate(("KERNEL", "STRIDE", "PADDING", "DILATION")):
+        constants[name] = windows[3 * place : 3 * place + 3]
+    for which, ones in (("in", in_ones), ("out", out_ones)):
+        constants |= {f"{which}_{axis + 1}": 1 for axis in range(3) if ones >> axis & 1}
+    if channels == 2:
+        constants["channels"] = 1
+    names = ("x", "y") if loop == "max_pool" else ("g", "dx")
+    types = {**dict.fromkeys(names, x), "offsets": "*u8", "size": "i32", "channels": "i32"}
+    types |= {f"{which}_{axis}": "i32" for which in ("in", "out") for axis in (1, 2, 3)}
+    return loop, types, constants, ("channels",) * (channels == 1), 4
+
+
+def _norm(
+    dtype: int,
+    from_output: int,
+    has_weight: int,
+    has_bias: int,
+    centered: int,
+    wants_x: int,
+    wants_weight: int,
+    wants_bias: int,
+    at_once: int,
+    block: int,
+    even: int,
+) -> Source:
+    x, wide = "*" + ELEMENT[dtype], "*fp64" if ELEMENT[dtype] == "fp64" else "*fp32"
+    types = dict.fromkeys(("g", "kept", "weight", "bias", "dx"), x)
+    types |= {"rstd": wide, "dweight": wide, "dbias": wide}
+    types |= {"rows": "i32", "features": "i32", "shift": "fp32"}
+    flags = {"FROM_OUTPUT": from_output, "HAS_WEIGHT": has_weight, "HAS_BIAS": has_bias}
+    flags |= {"CENTERED": centered, "WANTS_X": wants_x}
+    flags |= {"WANTS_WEIGHT": wants_weight, "WANTS_BIAS": wants_bias}
+    constants: dict[str, Any] = {name: bool(flag) for name, flag in flags.items()}
+    constants |= {"ROWS": at_once, "BLOCK": block}
+    if block == 1:
+        constants["features"] = 1
+    return "norm", types, constants, ("features",) * even, _warps(block)
+
+
+#: By number.
+SOURCES = (
+    _to_bits,
+    _from_bits,
+    partial(_source_of_pool, "max_pool"),
+    partial(_source_of_pool, "unpool"),
+    _norm,
+)
 
 
 @lru_cache(maxsize=64)

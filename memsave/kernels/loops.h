@@ -8,7 +8,7 @@
 
 /* To be counted up, in native.py too, with each change of what is below or of what Python calls: so that
    nothing runs that was compiled from another state of the sources. */
-enum { INTERFACE = 12 };
+enum { INTERFACE = 13 };
 
 /* What some of the work is, from start to end, and by which thread. */
 typedef void Loop(const void *work, ptrdiff_t start, ptrdiff_t end, ptrdiff_t thread);

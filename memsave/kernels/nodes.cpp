@@ -22,7 +22,15 @@
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/autocast_mode.h>
 #include <c10/core/CPUAllocator.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
+
+#include <map>
+#include <mutex>
+
+#ifdef __linux__
+#include <dlfcn.h>
+#endif
 
 extern "C" {
 #include "loops.h"
@@ -50,14 +58,37 @@ bool is_unobserved() {
     return true;
 }
 
-/* Whether it is memory and nothing else: on CPU, strided, not negated, fake, wrapped or batched. */
+/* Whether it is memory and nothing else: strided, not negated, fake, wrapped or batched. */
+bool is_memory(const Tensor &x, c10::DispatchKeySet keys) {
+    return x.key_set() == keys && x.has_storage() && (!x.numel() || x.storage().data());
+}
+
+/* On CPU; on a CUDA device; on one of these. */
 bool is_plain(const Tensor &x) {
-    static const auto plain = [] { /* (not by at::empty, of which a transform may make something else) */
+    static const auto keys = [] { /* (not by at::empty, of which a transform may make something else) */
         const c10::InferenceMode off(false);
         return at::detail::empty_cpu({0}, at::kFloat).key_set();
     }();
-    return x.key_set() == plain && x.has_storage() && (!x.numel() || x.storage().data());
+    return is_memory(x, keys);
 }
+
+bool is_cuda(const Tensor &x) {
+    using c10::DispatchKeySet, c10::BackendComponent, c10::getAutocastRelatedKeySetFromBackend;
+    static const auto keys = [] { /* as those of the CPU, but for what names the device */
+        const c10::InferenceMode off(false);
+        const auto cpu = at::detail::empty_cpu({0}, at::kFloat).key_set();
+        const auto others = (cpu - getAutocastRelatedKeySetFromBackend(BackendComponent::CPUBit))
+                                .remove_backend(BackendComponent::CPUBit);
+        return others | DispatchKeySet(BackendComponent::CUDABit) |
+               getAutocastRelatedKeySetFromBackend(BackendComponent::CUDABit);
+    }();
+    return is_memory(x, keys);
+}
+
+bool is_known(const Tensor &x) { return is_plain(x) || is_cuda(x); }
+
+/* Beside another. */
+bool is_beside(const Tensor &x, const Tensor &other) { return is_known(x) && x.device() == other.device(); }
 
 /* Whether forward-mode AD is on, whose tangents do not show in the keys of tensors. */
 bool has_tangents() { return (bool)torch::autograd::ForwardADLevel::try_get_by_idx(0); }
@@ -65,7 +96,7 @@ bool has_tangents() { return (bool)torch::autograd::ForwardADLevel::try_get_by_i
 /* Whether nobody asks how what backward makes of g depends on g, or comes about; or on anything else. */
 bool is_constant(const Tensor &g) {
     const bool differentiated = at::GradMode::is_enabled() && g.requires_grad();
-    return !differentiated && is_plain(g) && is_unobserved() && !has_tangents();
+    return !differentiated && is_known(g) && is_unobserved() && !has_tangents();
 }
 bool is_final(const Tensor &g) { return !at::GradMode::is_enabled() && is_constant(g); }
 
@@ -95,14 +126,19 @@ Tensor zeros(at::IntArrayRef shape, at::ScalarType dtype) {
     return x;
 }
 
-Tensor memory_like(const Tensor &x) { return memory(x.sizes(), x.strides(), x.scalar_type()); }
+Tensor memory_like(const Tensor &x, at::IntArrayRef stride) {
+    if (x.is_cpu()) return memory(x.sizes(), stride, x.scalar_type());
+    return at::empty_strided(x.sizes(), stride, x.options());
+}
+
+Tensor memory_like(const Tensor &x) { return memory_like(x, x.strides()); }
 
 /* Whether only the node that is running has g, dense and in memory of torch's own, so that what it makes
    of g may take its place. (As torch's accumulation of gradients does. Who gave g, a hook, another branch
    of the graph: each would have a reference.) */
 bool is_ours(const Tensor &g) {
     return g.use_count() == 1 && g.storage().use_count() == 1 && g.is_non_overlapping_and_dense() &&
-           g.storage().data_ptr().get_deleter() == c10::GetCPUAllocator()->raw_deleter();
+           g.storage().data_ptr().get_deleter() == c10::GetAllocator(g.device().type())->raw_deleter();
 }
 
 /* For a gradient that is laid out as g and reads none of its elements after it has written it. */
@@ -128,11 +164,18 @@ Tensor as_integers(const Tensor &x, at::ScalarType dtype) {
 
 Tensor empty_bits(int64_t elements) { return memory({(elements + 7) / 8}, at::kByte); }
 
+Tensor empty_bits(const Tensor &x) {
+    if (x.is_cpu()) return empty_bits(x.numel());
+    return at::empty({(x.numel() + 7) / 8}, x.options().dtype(at::kByte));
+}
+
 /* An input, of which an operation on its gradient reads the shape alone: of the memory of the gradient, if
-   that has as many elements, so that an operation that wants it contiguous makes no copy. */
+   that has as many elements, so that an operation that wants it contiguous makes no copy. (Kernels of CUDA
+   want all inputs so, but never read this one.) */
 Tensor stand_in(const Tensor &g, at::IntArrayRef shape) {
-    if (!is_plain(g) || !is_unobserved()) return at::empty({1}, g.options()).expand(shape);
-    const bool fits = g.is_contiguous() && c10::multiply_integers(shape) <= g.numel();
+    if (!is_known(g) || !is_unobserved()) return at::empty({1}, g.options()).expand(shape);
+    const bool fits = g.is_contiguous() && (g.is_cuda() || c10::multiply_integers(shape) <= g.numel());
+    if (!fits && g.is_cuda()) return at::empty({1}, g.options()).expand(shape);
     const Tensor x = fits ? g.detach() : memory({1}, g.scalar_type());
     x.unsafeGetTensorImpl()->set_sizes_and_strides(
         shape, fits ? c10::contiguous_strides(shape) : at::DimVector(shape.size(), 0));
@@ -140,9 +183,125 @@ Tensor stand_in(const Tensor &g, at::IntArrayRef shape) {
 }
 
 /* Whether a loop may read them: hooks of saved tensors may give back anything. */
-bool are_bits(const Tensor &bits, int64_t elements) {
-    return is_plain(bits) && bits.scalar_type() == at::kByte && bits.is_contiguous() &&
+bool are_bits(const Tensor &bits, const Tensor &of, int64_t elements) {
+    return is_beside(bits, of) && bits.scalar_type() == at::kByte && bits.is_contiguous() &&
            bits.numel() == (elements + 7) / 8;
+}
+
+/* Loops of native.c. Backward of activations that are linear in pieces: what of g passes, and what becomes
+   of the rest; one makes bits of booleans; backward of curves. */
+enum Family : int64_t { SELECT, PART, SCALE, NONZERO, REST, TANH2, LOGISTIC, FAMILIES };
+int64_t family_of[FAMILIES];
+
+/* Loops of CUDA devices, by their number in cuda.py, which has them compiled: for a device, and by what is
+   constant in them. They are launched by the driver, as no header of CUDA is at hand here. */
+enum DeviceLoop : int64_t { TO_BITS, FROM_BITS, MAX_POOLING, UNPOOLING, NORM_OF_ROWS };
+/* Of its kinds of bits: those that are here apart; ReLU and leaky ReLU (in any dtype) come first. */
+constexpr int64_t NOTHING = -1, LEAKY_RELU = 1, NONZERO_BITS = 5, WITHIN = 6, NOT_INSIDE = 7;
+constexpr int64_t BITS_OF_PROGRAM = 2048, ELEMENTS_OF_PROGRAM = 1024;
+constexpr int64_t MOST_ELEMENTS = INT32_MAX - BITS_OF_PROGRAM; /* that its indices count */
+PyObject *compiler; /* of cuda.py, or None */
+
+struct Kernel {
+    void *function;
+    unsigned threads, shared;
+};
+
+struct Driver {
+    int (*launch)(void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void *, void **,
+                  void **) = nullptr;
+    int32_t (*stream)(int32_t device, void **stream) = nullptr;
+
+    Driver() {
+#ifdef __linux__
+        void *driver = dlopen("libcuda.so.1", RTLD_LAZY), *torch = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD);
+        if (!driver || !torch) return;
+        launch = (decltype(launch))dlsym(driver, "cuLaunchKernel");
+        stream = (decltype(stream))dlsym(torch, "aoti_torch_get_current_cuda_stream");
+#endif
+    }
+};
+
+const Driver &driver() {
+    static const Driver found;
+    return found;
+}
+
+/* A loop on the device of x, or none where there is no compiler. */
+const Kernel *kernel_for(const Tensor &x, std::initializer_list<int64_t> constants) {
+    static std::mutex mutex;
+    static std::map<std::vector<int64_t>, Kernel> known; /* whose values stay where they are */
+    if (compiler == Py_None || !driver().launch || !driver().stream) return nullptr;
+    std::vector<int64_t> key = {x.device().index()};
+    key.insert(key.end(), constants);
+    {
+        const std::scoped_lock lock(mutex);
+        const auto found = known.find(key);
+        if (found != known.end()) return found->second.function ? &found->second : nullptr;
+    }
+    const pybind11::gil_scoped_acquire locked;
+    THPObjectPtr args(PyTuple_New(key.size()));
+    if (!args) throw python_error();
+    for (size_t k = 0; k < key.size(); k++) PyTuple_SET_ITEM(args.get(), k, PyLong_FromLongLong(key[k]));
+    THPObjectPtr made(PyObject_CallObject(compiler, args));
+    if (!made) throw python_error();
+    if (made.get() == Py_None) return nullptr; /* not now */
+    unsigned long long function = 0;
+    Kernel kernel = {};
+    if (!PyArg_ParseTuple(made.get(), "KII", &function, &kernel.threads, &kernel.shared)) throw python_error();
+    kernel.function = (void *)(uintptr_t)function;
+    const std::scoped_lock lock(mutex);
+    const Kernel &kept = known.emplace(key, kernel).first->second;
+    return kept.function ? &kept : nullptr;
+}
+
+/* Vectors of loops begin at addresses that 16 divides. */
+bool is_aligned(const Tensor &x) { return !((uintptr_t)x.const_data_ptr() % 16); }
+int64_t is_even(int64_t size) { return size % 16 == 0; }
+
+/* What a kernel takes. (After these, versions of Triton have it take addresses of memory that ours have
+   none of: there is room for them.) */
+struct Arguments {
+    int64_t values[32] = {};
+    void *places[32];
+    int count = 0;
+
+    template <typename T>
+    void add(T value) { std::memcpy(&values[count++], &value, sizeof value); }
+    void read(const Tensor &x) { add(x.const_data_ptr()); }
+    void write(const Tensor &x) { add(x.mutable_data_ptr()); }
+
+    void run(const Kernel &kernel, const Tensor &on, int64_t programs) {
+        const c10::DeviceGuard guard(on.device());
+        void *stream = nullptr;
+        for (int k = 0; k < 32; k++) places[k] = &values[k];
+        const int error = driver().stream(on.device().index(), &stream) ||
+                          driver().launch(kernel.function, programs, 1, 1, kernel.threads, 1, 1, kernel.shared,
+                                          stream, places, nullptr);
+        TORCH_CHECK(!error, "CUDA did not launch a kernel of memsave: an earlier one may have failed");
+    }
+};
+
+void run(const Kernel &kernel, const Tensor &x, const Tensor &y, const Tensor &bits, double a, double b) {
+    Arguments arguments;
+    arguments.read(x);
+    arguments.write(y);
+    arguments.write(bits);
+    arguments.add((int32_t)x.numel());
+    arguments.add((float)a);
+    arguments.add((float)b);
+    if (x.numel()) arguments.run(kernel, x, (x.numel() + BITS_OF_PROGRAM - 1) / BITS_OF_PROGRAM);
+}
+
+const Kernel *to_bits(const Tensor &x, int64_t kind, bool writes) {
+    if (x.numel() > MOST_ELEMENTS || !is_aligned(x)) return nullptr;
+    return kernel_for(x, {TO_BITS, (int64_t)x.scalar_type(), kind, writes, is_even(x.numel())});
+}
+
+const Kernel *from_bits(const Tensor &x, int64_t family) {
+    const bool rounds = x.scalar_type() == at::kDouble && family != SELECT;
+    if (x.numel() > MOST_ELEMENTS || !is_aligned(x) || rounds) return nullptr;
+    return kernel_for(x, {FROM_BITS, (int64_t)x.scalar_type(), family, is_even(x.numel())});
 }
 
 /* As a tensor of booleans, by operations that every mode can see. */
@@ -152,14 +311,12 @@ Tensor unpack(const Tensor &bits, at::IntArrayRef shape, at::IntArrayRef stride)
     return booleans.view(-1).as_strided(shape, stride);
 }
 
-/* Loops of native.c. Backward of activations that are linear in pieces: what of g passes, and what becomes
-   of the rest; one makes bits of booleans; backward of curves. */
-enum Family : int64_t { SELECT, PART, SCALE, NONZERO, REST, TANH2, LOGISTIC, FAMILIES };
-int64_t family_of[FAMILIES];
-
 Tensor from_bits(Family family, const Tensor &g, const Tensor &bits, at::IntArrayRef stride, double a,
                  double b) {
-    if (!is_constant(g) || !are_bits(bits, g.numel())) {
+    const Kernel *kernel = nullptr;
+    bool fast = is_constant(g) && are_bits(bits, g, g.numel());
+    if (fast && g.is_cuda()) fast = (kernel = from_bits(g, family));
+    if (!fast) {
         const Tensor mask = unpack(bits, g.sizes(), stride);
         if (family == SCALE) return at::where(mask, a == 1 ? g : g * a, g * b);
         const Tensor selected = at::where(mask, g, at::zeros({}, g.options()));
@@ -167,8 +324,9 @@ Tensor from_bits(Family family, const Tensor &g, const Tensor &bits, at::IntArra
     }
     at::AutoDispatchBelowADInplaceOrView guard;
     const bool in_order = g.strides() == stride;
-    const Tensor dx = in_order ? memory_for(g) : memory(g.sizes(), stride, g.scalar_type()).copy_(g);
-    run(loop_for(family_of[family], g.scalar_type()), in_order ? g : dx, dx, bits, a, b);
+    const Tensor dx = in_order ? memory_for(g) : memory_like(g, stride).copy_(g);
+    if (kernel) run(*kernel, in_order ? g : dx, dx, bits, a, b);
+    else run(loop_for(family_of[family], g.scalar_type()), in_order ? g : dx, dx, bits, a, b);
     return dx;
 }
 
@@ -341,26 +499,40 @@ PyObject *name_of(PyObject *self, PyObject *) {
     END_HANDLE_TH_ERRORS
 }
 
-/* Of torch's own classes, and such that a loop can run over it. */
-const Tensor *plain(PyObject *x) {
+/* Of torch's own classes, and such that a loop can run over it: on CPU or a CUDA device; on CPU. */
+const Tensor *known(PyObject *x) {
     if (!THPVariable_CheckExact(x) || !is_unobserved()) return nullptr;
     const Tensor &tensor = THPVariable_Unpack(x);
-    return is_plain(tensor) && tensor.is_non_overlapping_and_dense() ? &tensor : nullptr;
+    return is_known(tensor) && tensor.is_non_overlapping_and_dense() ? &tensor : nullptr;
 }
 
-/* Whether operations mean nothing else now: no transform, no forward-mode AD, no tracing, no autocast. */
+const Tensor *plain(PyObject *x) {
+    const Tensor *tensor = known(x);
+    return tensor && tensor->is_cpu() ? tensor : nullptr;
+}
+
+/* Whether operations mean nothing else now: no transform, no forward-mode AD, no tracing. */
 bool is_usual() {
     using c10::DispatchKey;
     return is_unobserved() && !has_tangents() &&
            !c10::impl::tls_is_dispatch_key_included(DispatchKey::FuncTorchDynamicLayerFrontMode) &&
-           !at::autocast::is_autocast_enabled(at::kCPU) && !torch::jit::tracer::isTracing();
+           !torch::jit::tracer::isTracing();
 }
 
-/* Of the arguments at some places, whose gradients are wanted, as bits; None unless all are plain. */
+/* Whether autocast gives them another dtype. */
+bool is_autocast(const Tensor &x) {
+    return at::autocast::is_autocast_enabled(x.device().type()) &&
+           !c10::impl::tls_local_dispatch_key_set().excluded_.has_all(c10::autocast_dispatch_keyset);
+}
+
+/* Of the arguments at some places, whose gradients are wanted, as bits; None unless all are known, and none
+   is cast. */
 PyObject *wanted(PyObject *, PyObject *const *args, Py_ssize_t count) {
     HANDLE_TH_ERRORS
-    TORCH_CHECK_TYPE(count == 2 && PyTuple_Check(args[0]) && PyTuple_Check(args[1]), "wanted takes two tuples");
+    TORCH_CHECK_TYPE(count == 3 && PyTuple_Check(args[0]) && PyTuple_Check(args[1]),
+                     "wanted takes two tuples and a flag");
     if (!is_usual()) Py_RETURN_NONE;
+    const bool casts = args[2] == Py_True;
     long bits = 0;
     const bool enabled = at::GradMode::is_enabled();
     for (Py_ssize_t place = 0, k = 0; place < PyTuple_GET_SIZE(args[1]); place++) {
@@ -369,7 +541,7 @@ PyObject *wanted(PyObject *, PyObject *const *args, Py_ssize_t count) {
         if (arg != Py_None) {
             if (!THPVariable_CheckExact(arg)) Py_RETURN_NONE;
             const Tensor &tensor = THPVariable_Unpack(arg);
-            if (!is_plain(tensor) || tensor.is_complex()) Py_RETURN_NONE;
+            if (!is_known(tensor) || tensor.is_complex() || (casts && is_autocast(tensor))) Py_RETURN_NONE;
             if (counts && enabled && tensor.requires_grad()) bits |= 1l << k;
         }
         k += counts;
@@ -454,19 +626,29 @@ Tensor compute(const Operations &operations) {
 
 PyObject *bits(PyObject *, PyObject *const *args, Py_ssize_t count) {
     HANDLE_TH_ERRORS
-    TORCH_CHECK_TYPE(count == 11, "bits takes 11 arguments");
+    TORCH_CHECK_TYPE(count == 12, "bits takes 12 arguments");
     PyObject *also = args[10];
     const bool softshrinks = args[9] == Py_True;
-    const Tensor *x = plain(args[1]);
+    const Tensor *x = known(args[1]);
     double number[4];
     const int64_t forward = PyLong_AsLongLong(args[2]), family = PyLong_AsLongLong(args[6]);
     if (PyErr_Occurred()) return nullptr;
     TORCH_CHECK_INDEX(family >= 0 && family <= SCALE, "no such family");
     if (!x || !numbers(args + 4, number, 2) || !numbers(args + 7, number + 2, 2)) Py_RETURN_NONE;
-    Loop *loop = loop_for(forward, x->scalar_type());
-    if (!loop || !loop_for(family_of[family], x->scalar_type())) Py_RETURN_NONE;
     const int inplace = PyObject_IsTrue(args[3]);
-    if (inplace < 0) return nullptr;
+    const int64_t kind = PyLong_AsLongLong(args[11]);
+    if (inplace < 0 || PyErr_Occurred()) return nullptr;
+    Loop *loop = nullptr;
+    const Kernel *kernel = nullptr;
+    if (x->is_cuda()) {
+        const bool in_any_dtype = kind <= LEAKY_RELU || kind == WITHIN, writes = kind < WITHIN;
+        if (kind == NOTHING || !x->is_floating_point() || (inplace && !writes)) Py_RETURN_NONE;
+        if (!in_any_dtype && x->scalar_type() != at::kFloat) Py_RETURN_NONE;
+        if (!from_bits(*x, family) || !(kernel = to_bits(*x, kind, writes))) Py_RETURN_NONE;
+    } else {
+        loop = loop_for(forward, x->scalar_type());
+        if (!loop || !loop_for(family_of[family], x->scalar_type())) Py_RETURN_NONE;
+    }
     if (inplace && !is_writable(*x)) Py_RETURN_NONE;
     Made made;
     if (also != Py_None && !THPVariable_CheckExact(also)) Py_RETURN_NONE;
@@ -474,10 +656,13 @@ PyObject *bits(PyObject *, PyObject *const *args, Py_ssize_t count) {
     {
         pybind11::gil_scoped_release unlocked;
         at::AutoDispatchBelowADInplaceOrView guard;
-        made.y = softshrinks ? at::softshrink(*x, number[1]) : inplace ? *x : memory_like(*x);
+        if (softshrinks || (kernel && kind == NOT_INSIDE)) made.y = at::softshrink(*x, number[1]);
+        else if (kernel && kind == WITHIN) made.y = at::hardsigmoid(*x);
+        else made.y = inplace ? *x : memory_like(*x);
         if (also != Py_None) made.kept.push_back(THPVariable_Unpack(also));
-        made.kept.push_back(empty_bits(x->numel()));
-        run(loop, *x, made.y, made.kept.back(), number[0], number[1]);
+        made.kept.push_back(empty_bits(*x));
+        if (kernel) run(*kernel, *x, made.y, made.kept.back(), number[0], number[1]);
+        else run(loop, *x, made.y, made.kept.back(), number[0], number[1]);
     }
     made.inplace = inplace;
     made.call["family"] = family;
@@ -502,16 +687,40 @@ Tensor bits_backward(AutogradContext *ctx, const Tensor &g) {
     return by_bits(ctx, g, ctx->get_saved_variables().back());
 }
 
+/* Dropout of CUDA devices: torch's own kernel draws. (It multiplies by the reciprocal, of floats.) */
+PyObject *fused_dropout(PyObject *row, const Tensor &x, double p) {
+    const bool is_narrow = x.is_floating_point() && x.scalar_type() != at::kDouble;
+    if (!is_narrow || x.numel() > MOST_ELEMENTS || !from_bits(x, SCALE)) Py_RETURN_NONE;
+    const Kernel *kernel = kernel_for(x, {TO_BITS, (int64_t)at::kBool, NONZERO_BITS, 0, is_even(x.numel())});
+    if (!kernel) Py_RETURN_NONE;
+    Made made;
+    {
+        pybind11::gil_scoped_release unlocked;
+        at::AutoDispatchBelowADInplaceOrView guard;
+        const auto [y, kept] = at::native_dropout(x, p, true);
+        made.kept = {empty_bits(x)};
+        run(*kernel, kept, kept, made.kept[0], 0, 0);
+        made.y = y;
+    }
+    made.call["family"] = (int64_t)SCALE, made.call["a"] = 1 / (1 - p), made.call["b"] = 0.0;
+    if (!x.is_contiguous()) made.call["stride"] = made.y.strides();
+    return layer(row, x, BITS, made);
+}
+
 /* Dropout that keeps bits, or the state of the generator to draw them again. */
 PyObject *dropout(PyObject *, PyObject *const *args, Py_ssize_t count) {
     HANDLE_TH_ERRORS
     TORCH_CHECK_TYPE(count == 6, "dropout takes 6 arguments");
-    const Tensor *x = plain(args[1]);
+    const Tensor *x = known(args[1]);
     double p, factor;
     if (!x || !numbers(args + 2, &p, 1) || !numbers(args + 3, &factor, 1)) Py_RETURN_NONE;
-    Loop *loop = loop_for(family_of[SCALE], x->scalar_type());
     const int inplace = PyObject_IsTrue(args[4]), from_rng = PyObject_IsTrue(args[5]);
     if (inplace < 0 || from_rng < 0) return nullptr;
+    if (x->is_cuda()) {
+        if (inplace || from_rng) Py_RETURN_NONE;
+        return fused_dropout(args[0], *x, p);
+    }
+    Loop *loop = loop_for(family_of[SCALE], x->scalar_type());
     if (!loop || (inplace && !is_writable(*x))) Py_RETURN_NONE;
     Made made;
     Tensor bits, state;
@@ -602,7 +811,7 @@ Tensor feature_dropout_backward(AutogradContext *ctx, const Tensor &g) {
     const Tensor bits = ctx->get_saved_variables()[0];
     const double p = ctx->saved_data.at("p").toDouble();
     const auto shape = channels(g);
-    if (!are_bits(bits, shape[0] * shape[1]) || !is_unobserved())
+    if (!are_bits(bits, g, shape[0] * shape[1]) || !is_unobserved())
         return g * unpack(bits, shape, c10::contiguous_strides(shape)).to(g.scalar_type()).div(1 - p);
     const Tensor noise = noise_of(bits, shape, p, g.scalar_type());
     if (!is_final(g)) return g * noise;
@@ -640,6 +849,31 @@ std::optional<at::MemoryFormat> format_of(const Tensor &x, int64_t dims) {
     return first ? at::MemoryFormat::Contiguous : last;
 }
 
+/* The same on a CUDA device; by one that is compiled for the windows, and for what is 1. */
+const Kernel *kernel_of_pool(DeviceLoop loop, const Tensor &x, int64_t elements, int64_t channels,
+                             const Window &w) {
+    if (elements > MOST_ELEMENTS || x.numel() > MOST_ELEMENTS || !is_aligned(x)) return nullptr;
+    const auto ones = [](const ptrdiff_t *sizes) { return (sizes[0] == 1) + 2 * (sizes[1] == 1) + 4 * (sizes[2] == 1); };
+    const int64_t alignment = channels == 1 ? 2 : is_even(channels);
+    const auto *k = w.kernel, *s = w.stride, *p = w.padding, *d = w.dilation;
+    return kernel_for(x, {loop, (int64_t)x.scalar_type(), alignment, ones(w.in), ones(w.out), k[0], k[1], k[2],
+                          s[0], s[1], s[2], p[0], p[1], p[2], d[0], d[1], d[2]});
+}
+
+void run(const Kernel &kernel, const Tensor &x, const Tensor &y, const Tensor &offsets, int64_t channels,
+         const Window &window) {
+    Arguments arguments;
+    arguments.read(x);
+    arguments.write(y);
+    arguments.write(offsets);
+    arguments.add((int32_t)y.numel());
+    if (channels != 1) arguments.add((int32_t)channels);
+    for (const ptrdiff_t *sizes : {window.in, window.out})
+        for (int axis = 0; axis < 3; axis++)
+            if (sizes[axis] != 1) arguments.add((int32_t)sizes[axis]);
+    arguments.run(kernel, x, (y.numel() + ELEMENTS_OF_PROGRAM - 1) / ELEMENTS_OF_PROGRAM);
+}
+
 void pool(bool backwards, const Tensor &x, const Tensor &y, const Tensor &offsets, const Window &window,
           int64_t dims, at::MemoryFormat format) {
     const bool first = format == at::MemoryFormat::Contiguous;
@@ -654,7 +888,7 @@ PyObject *max_pool(PyObject *, PyObject *const *args, Py_ssize_t count) {
     TORCH_CHECK_TYPE(count == 3 && PyTuple_Check(args[2]) && PyTuple_GET_SIZE(args[2]) == 6 &&
                          PyTuple_Check(PyTuple_GET_ITEM(args[2], 0)),
                      "max_pool takes a name, a tensor and windows");
-    const Tensor *x = plain(args[1]);
+    const Tensor *x = known(args[1]);
     const int64_t dims = PyTuple_GET_SIZE(PyTuple_GET_ITEM(args[2], 0));
     Window window;
     if (dims < 1 || dims > 3 || !window_of(args[2], dims, window)) return nullptr;
@@ -664,17 +898,25 @@ PyObject *max_pool(PyObject *, PyObject *const *args, Py_ssize_t count) {
     if (!x || !x->numel() || kernel[0] * kernel[1] * kernel[2] > LARGEST_WINDOW) Py_RETURN_NONE;
     const auto format = format_of(*x, dims);
     const auto dtype = x->scalar_type();
-    if (!format || (dtype != at::kFloat && dtype != at::kDouble)) Py_RETURN_NONE;
+    const bool is_device = x->is_cuda();
+    if (!format || !(is_device ? x->is_floating_point() : dtype == at::kFloat || dtype == at::kDouble))
+        Py_RETURN_NONE;
+    at::DimVector shape(x->sizes());
+    for (int64_t axis = 0; axis < dims; axis++) shape[x->dim() - dims + axis] = window.out[3 - dims + axis];
+    const int64_t channels = *format == at::MemoryFormat::Contiguous ? 1 : x->size(1);
+    const Kernel *on_device = nullptr;
+    if (is_device) {
+        on_device = kernel_of_pool(MAX_POOLING, *x, c10::multiply_integers(shape), channels, window);
+        if (!on_device) Py_RETURN_NONE;
+    }
     Made made;
     {
         pybind11::gil_scoped_release unlocked;
         at::AutoDispatchBelowADInplaceOrView guard;
-        at::DimVector shape(x->sizes());
-        for (int64_t axis = 0; axis < dims; axis++)
-            shape[x->dim() - dims + axis] = window.out[3 - dims + axis];
         made.y = at::empty(shape, x->options(), *format);
         made.kept = {at::empty(shape, x->options().dtype(at::kByte), *format)};
-        pool(false, *x, made.y, made.kept[0], window, dims, *format);
+        if (on_device) run(*on_device, *x, made.y, made.kept[0], channels, window);
+        else pool(false, *x, made.y, made.kept[0], window, dims, *format);
     }
     made.call["window"] = at::IntArrayRef((const int64_t *)&window, SIZES);
     made.call["shape"] = x->sizes();
@@ -769,19 +1011,25 @@ Tensor max_pool_backward(AutogradContext *ctx, const Tensor &g) {
     const auto format = offsets.is_contiguous() ? at::MemoryFormat::Contiguous
                         : dims == 2             ? at::MemoryFormat::ChannelsLast
                                                 : at::MemoryFormat::ChannelsLast3d;
-    const bool fits = is_plain(offsets) && offsets.scalar_type() == at::kByte && offsets.sizes() == g.sizes() &&
-                      offsets.is_contiguous(format);
-    if (!fits || !is_constant(g)) {
+    const int64_t channels = format == at::MemoryFormat::Contiguous ? 1 : offsets.size(1);
+    const Kernel *kernel = nullptr;
+    bool fast = is_beside(offsets, g) && offsets.scalar_type() == at::kByte && offsets.sizes() == g.sizes() &&
+                offsets.is_contiguous(format) && is_constant(g);
+    const Tensor in_order = fast ? g.contiguous(format) : g;
+    if (fast && g.is_cuda())
+        fast = (kernel = kernel_of_pool(UNPOOLING, in_order, c10::multiply_integers(shape), channels, window));
+    if (!fast) {
         const Windows windows(window);
         at::DimVector from(shape.begin(), shape.end() - dims), to = from;
         from.push_back(windows.outputs());
         to.push_back(windows.places());
-        const Tensor places = windows.places_of(offsets).view(from);
+        const Tensor places = windows.places_of(offsets).view(from).to(g.device());
         return at::zeros(to, g.options()).scatter_add(-1, places, g.reshape(from)).view(shape);
     }
     at::AutoDispatchBelowADInplaceOrView guard;
     const Tensor dx = at::empty(shape, g.options(), format);
-    pool(true, g.contiguous(format), dx, offsets, window, dims, format);
+    if (kernel) run(*kernel, in_order, dx, offsets, channels, window);
+    else pool(true, in_order, dx, offsets, window, dims, format);
     return dx;
 }
 
@@ -854,15 +1102,25 @@ Tensor batch_norm_eval_backward(AutogradContext *ctx, const Tensor &g) {
     const double eps = ctx->saved_data.at("eps").toDouble();
     at::DimVector shape(g.dim(), 1);
     shape[1] = kept[0].numel();
+    const bool is_narrow = c10::elementSize(g.scalar_type()) < 4;
+    const auto wide = is_narrow ? at::kFloat : g.scalar_type();
     bool fast = is_final(g);
     for (const Tensor &one : kept)
-        fast = fast && is_plain(one) && one.is_contiguous() && one.numel() == shape[1] &&
-               one.scalar_type() == g.scalar_type();
-    if (!fast) {
-        const Tensor scale = kept[0].add(eps).rsqrt();
-        return g * (kept.size() > 1 ? scale * kept[1] : scale).view(shape);
+        fast = fast && is_beside(one, g) && one.is_contiguous() && one.numel() == shape[1] &&
+               one.scalar_type() == wide;
+    const bool by_torch = fast && g.is_cuda() && g.is_contiguous(); /* whose gradient is always so */
+    if (!fast || (g.is_cuda() && !by_torch)) {
+        Tensor scale = kept[0].to(wide).add(eps).rsqrt();
+        if (kept.size() > 1) scale = scale * kept[1].to(wide);
+        return (g * scale.view(shape)).to(g.scalar_type());
     }
     at::AutoDispatchBelowADInplaceOrView guard;
+    if (by_torch) { /* It reads x, the mean and the statistics for other gradients alone. */
+        const auto weight = kept.size() > 1 ? std::optional<Tensor>(kept[1]) : std::nullopt;
+        const Tensor none = at::empty({0}, kept[0].options()); /* of statistics of a batch */
+        return std::get<0>(at::native_batch_norm_backward(g, g, weight, kept[0], kept[0], none, none, false, eps,
+                                                          {true, false, false}));
+    }
     const Tensor scale = memory(shape, g.scalar_type());
     AT_DISPATCH_FLOATING_TYPES(g.scalar_type(), "batch_norm_eval", [&] {
         const scalar_t *var = kept[0].const_data_ptr<scalar_t>();
@@ -875,28 +1133,36 @@ Tensor batch_norm_eval_backward(AutogradContext *ctx, const Tensor &g) {
 }
 
 /* Convolutions, transposed or not, by what is no parameter. The gradient is the other of the two; of few
-   elements, stock's kernel is the faster. */
+   elements, and on CUDA of several groups, stock's kernel is the faster. They cast as autocast says. */
 constexpr int64_t FEW_ELEMENTS = 1 << 15;
 enum Sizes { STRIDE, PADDING, DILATION, LEFT_OVER };
 
 PyObject *convolution(PyObject *, PyObject *const *args, Py_ssize_t count) {
     HANDLE_TH_ERRORS
     TORCH_CHECK_TYPE(count == 10, "convolution takes 10 arguments");
-    const Tensor *x = plain(args[1]), *weight = plain(args[2]);
+    const Tensor *x = known(args[1]), *weight = known(args[2]);
     const bool has_bias = args[3] != Py_None, transposed = args[7] == Py_True;
-    const Tensor *bias = has_bias ? plain(args[3]) : nullptr;
+    const Tensor *bias = has_bias ? known(args[3]) : nullptr;
     const int64_t groups = PyLong_AsLongLong(args[9]);
     if (PyErr_Occurred()) return nullptr;
-    if (!x || !weight || (has_bias && !bias) || !x->is_contiguous() || !x->numel()) Py_RETURN_NONE;
+    if (!x || !weight || (has_bias && !bias) || !x->numel()) Py_RETURN_NONE;
+    if (x->is_cpu() && !x->is_contiguous()) Py_RETURN_NONE;
     if (x->dim() != weight->dim() || x->dim() < 3 || x->dim() > 5) Py_RETURN_NONE;
     const size_t dims = x->dim() - 2;
     at::DimVector by[4];
     for (int k = 0; k < 4; k++)
         if (!sizes(args[k == LEFT_OVER ? 8 : 4 + k], dims, by[k])) Py_RETURN_NONE;
+    const bool casts = is_autocast(*x);
+    const auto dtype = casts ? at::autocast::get_autocast_dtype(x->device().type()) : x->scalar_type();
+    const auto cast = [&](const Tensor &t) {
+        return casts && t.is_floating_point() && t.scalar_type() != at::kDouble ? t.to(dtype) : t;
+    };
     Made made;
     made.y = compute([&] {
-        const auto given = has_bias ? std::optional<Tensor>(*bias) : std::nullopt;
-        return at::convolution(*x, *weight, given, by[STRIDE], by[PADDING], by[DILATION], transposed,
+        const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+        const auto given = has_bias ? std::optional<Tensor>(cast(*bias)) : std::nullopt;
+        made.kept = {cast(*weight)};
+        return at::convolution(cast(*x), made.kept[0], given, by[STRIDE], by[PADDING], by[DILATION], transposed,
                                by[LEFT_OVER], groups);
     });
     if (!made.y.numel()) Py_RETURN_NONE;
@@ -905,7 +1171,6 @@ PyObject *convolution(PyObject *, PyObject *const *args, Py_ssize_t count) {
                                by[DILATION][axis] * (weight->size(2 + axis) - 1) - 1) % by[STRIDE][axis];
     at::DimVector options = {transposed, groups};
     for (const auto &one : by) options.append(one.begin(), one.end());
-    made.kept = {*weight};
     made.call["options"] = at::IntArrayRef(options);
     made.call["shape"] = x->sizes();
     return layer(args[0], *x, CONVOLUTION, made);
@@ -920,7 +1185,8 @@ Tensor convolution_backward(AutogradContext *ctx, const Tensor &g) {
     const auto by = [&](Sizes one) { return at::IntArrayRef(options).slice(2 + one * dims, dims); };
     const bool transposed = options[0];
     const at::DimVector zeros(dims, 0);
-    if (!transposed && c10::multiply_integers(shape) < FEW_ELEMENTS)
+    const bool few = c10::multiply_integers(shape) < FEW_ELEMENTS;
+    if (!transposed && (g.is_cuda() ? options[1] > 1 && g.is_contiguous() : few))
         return std::get<0>(at::convolution_backward(
             g, stand_in(g, shape), weight, at::OptionalIntArrayRef(), by(STRIDE), by(PADDING), by(DILATION),
             false, zeros, options[1], {true, false, false}));
@@ -940,7 +1206,7 @@ PadBackward *const PADS_BACKWARD[][3] = {
 PyObject *pad(PyObject *, PyObject *const *args, Py_ssize_t count) {
     HANDLE_TH_ERRORS
     TORCH_CHECK_TYPE(count == 4, "pad takes 4 arguments");
-    const Tensor *x = plain(args[1]);
+    const Tensor *x = known(args[1]);
     const bool replicates = args[2] == Py_True;
     const size_t ends = std::max<Py_ssize_t>(count_of(args[3]), 0), dims = ends / 2;
     at::DimVector edges;
@@ -968,7 +1234,7 @@ Tensor pad_backward(AutogradContext *ctx, const Tensor &g) {
 PyObject *avg_pool(PyObject *, PyObject *const *args, Py_ssize_t count) {
     HANDLE_TH_ERRORS
     TORCH_CHECK_TYPE(count == 9, "avg_pool takes 9 arguments");
-    const Tensor *x = plain(args[1]);
+    const Tensor *x = known(args[1]);
     const size_t dims = PyLong_AsSize_t(args[2]);
     const int ceil = PyObject_IsTrue(args[6]), includes = PyObject_IsTrue(args[7]);
     const int64_t divisor = args[8] == Py_None ? 0 : PyLong_AsLongLong(args[8]);
@@ -998,6 +1264,12 @@ PyObject *avg_pool(PyObject *, PyObject *const *args, Py_ssize_t count) {
     END_HANDLE_TH_ERRORS
 }
 
+/* Of two axes, of which the first has one place. */
+at::DimVector with_one_place(at::DimVector shape) {
+    shape.insert(shape.end() - 1, 1);
+    return shape;
+}
+
 Tensor avg_pool_backward(AutogradContext *ctx, const Tensor &g) {
     ctx->get_saved_variables(); /* (as above) */
     const auto options = ctx->saved_data.at("options").toDimVector();
@@ -1006,7 +1278,7 @@ Tensor avg_pool_backward(AutogradContext *ctx, const Tensor &g) {
     const auto by = [&](int k) { return at::IntArrayRef(options).slice(3 + k * dims, dims); };
     const auto divisor = options[2] ? std::optional<int64_t>(options[2]) : std::nullopt;
     const bool flat = ctx->saved_data.at("flat").toBool();
-    const Tensor given = stand_in(g, shape), x = flat ? given.unsqueeze(-2) : given;
+    const Tensor x = stand_in(g, flat ? with_one_place(shape) : shape);
     const Tensor dx = (dims == 3 ? at::avg_pool3d_backward : at::avg_pool2d_backward)(
         flat ? g.unsqueeze(-2) : g, x, by(0), by(1), by(2), options[0], options[1], divisor);
     return flat ? dx.squeeze(-2) : dx;
@@ -1015,7 +1287,7 @@ Tensor avg_pool_backward(AutogradContext *ctx, const Tensor &g) {
 PyObject *adaptive_avg_pool(PyObject *, PyObject *const *args, Py_ssize_t count) {
     HANDLE_TH_ERRORS
     TORCH_CHECK_TYPE(count == 4, "adaptive_avg_pool takes 4 arguments");
-    const Tensor *x = plain(args[1]);
+    const Tensor *x = known(args[1]);
     const size_t dims = PyLong_AsSize_t(args[2]);
     if (PyErr_Occurred()) return nullptr;
     at::DimVector out;
@@ -1037,9 +1309,10 @@ PyObject *adaptive_avg_pool(PyObject *, PyObject *const *args, Py_ssize_t count)
 
 Tensor adaptive_avg_pool_backward(AutogradContext *ctx, const Tensor &g) {
     ctx->get_saved_variables(); /* (as above) */
-    const Tensor x = stand_in(g, ctx->saved_data.at("shape").toDimVector());
+    const auto shape = ctx->saved_data.at("shape").toDimVector();
     const int64_t dims = ctx->saved_data.at("dims").toInt();
-    if (dims == 1) return at::_adaptive_avg_pool2d_backward(g.unsqueeze(-2), x.unsqueeze(-2)).squeeze(-2);
+    const Tensor x = stand_in(g, dims == 1 ? with_one_place(shape) : shape);
+    if (dims == 1) return at::_adaptive_avg_pool2d_backward(g.unsqueeze(-2), x).squeeze(-2);
     return dims == 2 ? at::_adaptive_avg_pool2d_backward(g, x) : at::_adaptive_avg_pool3d_backward(g, x);
 }
 
@@ -1047,7 +1320,7 @@ Tensor adaptive_avg_pool_backward(AutogradContext *ctx, const Tensor &g) {
 PyObject *embedding(PyObject *, PyObject *const *args, Py_ssize_t count) {
     HANDLE_TH_ERRORS
     TORCH_CHECK_TYPE(count == 6 && THPDtype_Check(args[3]), "embedding takes 6 arguments, the fourth a dtype");
-    const Tensor *weight = plain(args[1]), *indices = plain(args[2]);
+    const Tensor *weight = known(args[1]), *indices = known(args[2]);
     const int64_t padding = PyLong_AsLongLong(args[4]);
     const bool by_freq = args[5] == Py_True;
     if (PyErr_Occurred()) return nullptr;
@@ -1079,7 +1352,7 @@ enum Curve : int64_t { LOGSIGMOID, TANHSHRINK, ELU_FROM_OUTPUT, SOFTPLUS_FROM_OU
 PyObject *curve(PyObject *, PyObject *const *args, Py_ssize_t count) {
     HANDLE_TH_ERRORS
     TORCH_CHECK_TYPE(count == 6, "curve takes 6 arguments");
-    const Tensor *x = plain(args[1]);
+    const Tensor *x = known(args[1]);
     const int64_t which = PyLong_AsLongLong(args[2]);
     double by[3];
     if (PyErr_Occurred()) return nullptr;
@@ -1215,12 +1488,13 @@ struct Norms : Function<Norms> {
 };
 
 enum Kept { X, WEIGHT, BIAS, Y, RSTD }; /* in the order of the rule; of X and Y one */
+constexpr int64_t BYTES_OF_ROW = 1 << 15, PROGRAMS_OF_NORM = 512; /* as in cuda.py */
 enum { MOST_FEATURES = 16384 }; /* of parameters whose values are looked at by each call */
 
 /* A parameter of so many features that a loop can read beside x. */
 const Tensor *vector_of(PyObject *arg, const Tensor &x, int64_t features) {
-    const Tensor *vector = plain(arg);
-    const bool fits = vector && vector->scalar_type() == x.scalar_type() && vector->is_contiguous() &&
+    const Tensor *vector = known(arg);
+    const bool fits = vector && vector->device() == x.device() && vector->scalar_type() == x.scalar_type() && vector->is_contiguous() &&
                       vector->sizes() == at::IntArrayRef(features);
     return fits ? vector : nullptr;
 }
@@ -1228,15 +1502,17 @@ const Tensor *vector_of(PyObject *arg, const Tensor &x, int64_t features) {
 PyObject *norm(PyObject *, PyObject *const *args, Py_ssize_t count) {
     HANDLE_TH_ERRORS
     TORCH_CHECK_TYPE(count == 9, "norm takes 9 arguments");
-    const Tensor *x = plain(args[1]);
+    const Tensor *x = known(args[1]);
     const int64_t groups = PyLong_AsLongLong(args[4]);
     const bool from_y = args[5] == Py_True, centered = args[6] == Py_True, wants_x = args[7] == Py_True;
     double eps = 0;
     if (PyErr_Occurred()) return nullptr;
     if (!x || !x->is_contiguous() || !x->numel() || x->dim() < (groups ? 2 : 1)) Py_RETURN_NONE;
-    if (x->scalar_type() != at::kFloat && x->scalar_type() != at::kDouble) Py_RETURN_NONE;
+    const bool is_wide = x->scalar_type() == at::kFloat || x->scalar_type() == at::kDouble;
+    if (!is_wide && !(x->is_cuda() && x->is_floating_point())) Py_RETURN_NONE;
     if (args[8] != Py_None && !numbers(args + 8, &eps, 1)) Py_RETURN_NONE;
     const int64_t features = groups ? x->size(1) : x->size(-1), examples = groups ? x->size(0) : 0;
+    if (groups && x->is_cuda()) Py_RETURN_NONE;
     if (groups && (groups < 0 || features % groups || x->numel() == groups)) Py_RETURN_NONE;
     std::optional<Tensor> vectors[2];
     for (int k = 0; k < 2; k++) {
@@ -1284,7 +1560,7 @@ PyObject *norm(PyObject *, PyObject *const *args, Py_ssize_t count) {
 PyObject *is_over_last(PyObject *, PyObject *const *args, Py_ssize_t count) {
     HANDLE_TH_ERRORS
     TORCH_CHECK_TYPE(count >= 2, "is_over_last takes a tensor, a shape and parameters");
-    const Tensor *x = is_usual() ? plain(args[0]) : nullptr;
+    const Tensor *x = is_usual() ? known(args[0]) : nullptr;
     if (!x || !x->dim() || !PyTuple_Check(args[1]) || PyTuple_GET_SIZE(args[1]) != 1) Py_RETURN_FALSE;
     const int64_t features = x->size(-1);
     if (PyLong_AsLongLong(PyTuple_GET_ITEM(args[1], 0)) != features) return PyErr_Clear(), Py_NewRef(Py_False);
@@ -1301,7 +1577,7 @@ PyObject *is_invertible(PyObject *, PyObject *const *args, Py_ssize_t count) {
     TORCH_CHECK_TYPE(count == 5, "is_invertible takes 5 arguments");
     const Tensor *x = is_usual() ? plain(args[0]) : nullptr, *vectors[2] = {};
     double least, ratio;
-    if (!x || !numbers(args + 3, &least, 1) || !numbers(args + 4, &ratio, 1)) Py_RETURN_NONE;
+    if (!x || is_autocast(*x) || !numbers(args + 3, &least, 1) || !numbers(args + 4, &ratio, 1)) Py_RETURN_NONE;
     if (x->scalar_type() != at::kFloat && x->scalar_type() != at::kDouble) Py_RETURN_NONE;
     for (int k = 0; k < 2; k++) {
         if (args[1 + k] == Py_None) continue;
@@ -1331,8 +1607,12 @@ variable_list norm_by_operations(const variable_list &gs, const variable_list &k
     const Tensor &array = kept[from_y ? Y : X];
     const int64_t n = groups ? array.size(0) : array.numel() / array.size(-1);
     const int64_t per = groups ? array.size(1) / groups : array.size(-1), g0 = std::max<int64_t>(groups, 1);
-    const auto grouped = [&](const Tensor &t) { return t.reshape({n, g0, per, -1}); };
-    const auto spread = [&](const Tensor &t) { return t.reshape({g0, per, 1}); };
+    const auto wide = c10::elementSize(array.scalar_type()) < 4 ? at::kFloat : array.scalar_type();
+    const auto grouped = [&](const Tensor &t) { return t.to(wide).reshape({n, g0, per, -1}); };
+    const auto spread = [&](const Tensor &t) { return t.to(wide).reshape({g0, per, 1}); };
+    const auto narrow = [&](const Tensor &t, at::IntArrayRef shape) {
+        return t.reshape(shape).to(array.scalar_type());
+    };
     const Tensor g = grouped(gs[0].defined() ? gs[0] : at::zeros_like(array));
     const Tensor rstd = kept[RSTD].defined() ? kept[RSTD].reshape({n, g0, 1, 1}) : Tensor();
     Tensor xhat = grouped(array);
@@ -1341,8 +1621,8 @@ variable_list norm_by_operations(const variable_list &gs, const variable_list &k
     if (from_y && kept[WEIGHT].defined()) xhat = xhat / spread(kept[WEIGHT]);
     variable_list grads(3);
     const at::DimVector others = {0, 3};
-    if (wanted[2]) grads[2] = g.sum(others).reshape({-1});
-    if (wanted[1]) grads[1] = (g * xhat).sum(others).reshape({-1});
+    if (wanted[2]) grads[2] = narrow(g.sum(others), {-1});
+    if (wanted[1]) grads[1] = narrow((g * xhat).sum(others), {-1});
     if (!wanted[0]) return grads;
     const Tensor gw = kept[WEIGHT].defined() ? g * spread(kept[WEIGHT]) : g;
     Tensor dx = gw - xhat * (gw * xhat).mean({2, 3}, true);
@@ -1350,7 +1630,7 @@ variable_list norm_by_operations(const variable_list &gs, const variable_list &k
     dx = dx * rstd;
     if (gs[1].defined()) /* of rstd, whose derivative is -rstd^2 xhat / N */
         dx = dx - gs[1].reshape({n, g0, 1, 1}) * rstd.square() / (double)(per * g.size(3)) * xhat;
-    grads[0] = dx.reshape(array.sizes());
+    grads[0] = narrow(dx, array.sizes());
     return grads;
 }
 
@@ -1364,30 +1644,15 @@ Tensor inverse_of(const Tensor &vector) {
     return inverse;
 }
 
-variable_list Norms::norm_backward(AutogradContext *ctx, const variable_list &gs, const bool *wanted) {
-    if (!gs[0].defined() && !gs[1].defined()) return variable_list(3);
-    const auto kept = ctx->get_saved_variables();
-    const int64_t groups = ctx->saved_data.at("groups").toInt();
-    const bool from_y = ctx->saved_data.at("from_y").toBool();
-    const bool centered = ctx->saved_data.at("centered").toBool();
+variable_list norm_by_loop(const Tensor &given, const variable_list &kept, const bool *wanted, int64_t groups,
+                           bool from_y, bool centered) {
     const Tensor &array = kept[from_y ? Y : X];
-    bool fast = !gs[1].defined() && is_final(gs[0]) &&
-                gs[0].sizes() == array.sizes() && gs[0].scalar_type() == array.scalar_type();
     const int64_t features = groups ? array.size(1) : array.size(-1), count = std::max<int64_t>(groups, 1);
-    TORCH_CHECK(array.numel() && features >= count, "what was kept has another shape now");
     const int64_t places = groups ? array.numel() / (array.size(0) * features) : 1;
     const int64_t rows = array.numel() / (features / count * places);
-    for (int k = X; k <= RSTD; k++) {
-        const Tensor &one = kept[k];
-        const int64_t elements = k == X || k == Y ? array.numel() : k == RSTD ? rows : features;
-        fast = fast && (!one.defined() || (is_plain(one) && one.is_contiguous() && one.numel() == elements &&
-                                           one.scalar_type() == array.scalar_type()));
-    }
-    if (!fast) return norm_by_operations(gs, kept, wanted, groups, from_y, centered);
-
     at::AutoDispatchBelowADInplaceOrView guard;
-    const Tensor copied = gs[0].is_contiguous() ? Tensor() : gs[0].contiguous();
-    const Tensor &g = copied.defined() ? copied : gs[0];
+    const Tensor copied = given.is_contiguous() ? Tensor() : given.contiguous();
+    const Tensor &g = copied.defined() ? copied : given;
     const int64_t threads = g.numel() > GRAIN ? at::get_num_threads() : 1;
     variable_list grads(3);
     if (wanted[0]) grads[0] = memory_for(g);
@@ -1406,10 +1671,89 @@ variable_list Norms::norm_backward(AutogradContext *ctx, const variable_list &gs
     return grads;
 }
 
+/* On a CUDA device, of the last axis; nothing where no kernel applies. */
+variable_list norm_of_rows(const Tensor &given, const variable_list &kept, const bool *wanted, int64_t groups,
+                           bool from_y, bool centered) {
+    const Tensor &array = kept[from_y ? Y : X];
+    const int64_t features = array.size(-1), rows = array.numel() / features;
+    if (groups || (centered && !from_y)) return {};
+    const Tensor copied = given.is_contiguous() ? Tensor() : given.contiguous();
+    const Tensor &g = copied.defined() ? copied : given;
+    variable_list grads(3);
+    if (!from_y) {
+        Tensor weight = kept[WEIGHT];
+        if (!weight.defined() && wanted[1]) weight = at::ones({features}, g.options());
+        const auto scale = weight.defined() ? std::optional<Tensor>(weight) : std::nullopt;
+        at::DimVector shape(array.sizes());
+        shape.back() = 1;
+        std::tie(grads[0], grads[1]) = at::_fused_rms_norm_backward(g, array, {features}, kept[RSTD].view(shape), scale,
+                                                                    {wanted[0], wanted[1]});
+        return grads;
+    }
+    const auto wide = c10::elementSize(array.scalar_type()) < 4 ? at::kFloat : array.scalar_type();
+    const int64_t itemsize = c10::elementSize(wide);
+    int64_t block = 1;
+    while (block < features) block *= 2;
+    const Tensor vectors[] = {kept[RSTD], kept[WEIGHT], kept[BIAS]};
+    bool fits = block * itemsize <= BYTES_OF_ROW && array.numel() <= MOST_ELEMENTS && is_aligned(g) && is_aligned(array);
+    for (const Tensor &one : vectors) fits = fits && (!one.defined() || is_aligned(one));
+    const int64_t at_once = std::max<int64_t>(1, ELEMENTS_OF_PROGRAM / block);
+    int64_t programs = (rows + at_once - 1) / at_once;
+    if (wanted[1] || wanted[2]) programs = std::min(programs, PROGRAMS_OF_NORM);
+    const Kernel *kernel = nullptr;
+    if (fits)
+        kernel = kernel_for(g, {NORM_OF_ROWS, (int64_t)g.scalar_type(), from_y, kept[WEIGHT].defined(),
+                                kept[BIAS].defined(), centered, wanted[0], wanted[1], wanted[2], at_once, block,
+                                is_even(features)});
+    if (!kernel) return {};
+    if (wanted[0]) grads[0] = memory_for(g);
+    for (int k = 1; k < 3; k++)
+        if (wanted[k]) grads[k] = at::empty({programs, features}, g.options().dtype(wide));
+    Arguments arguments;
+    for (const Tensor &one : {g, array, vectors[0], vectors[1], vectors[2]}) arguments.read(one.defined() ? one : g);
+    for (const Tensor &one : grads) arguments.add(one.defined() ? one.mutable_data_ptr() : g.const_data_ptr());
+    arguments.add((int32_t)rows);
+    if (features != 1) arguments.add((int32_t)features);
+    arguments.add(0.0f);
+    arguments.run(*kernel, g, programs);
+    for (int k = 1; k < 3; k++)
+        if (wanted[k]) grads[k] = grads[k].sum(0).to(g.scalar_type());
+    return grads;
+}
+
+variable_list Norms::norm_backward(AutogradContext *ctx, const variable_list &gs, const bool *wanted) {
+    if (!gs[0].defined() && !gs[1].defined()) return variable_list(3);
+    const auto kept = ctx->get_saved_variables();
+    const int64_t groups = ctx->saved_data.at("groups").toInt();
+    const bool from_y = ctx->saved_data.at("from_y").toBool();
+    const bool centered = ctx->saved_data.at("centered").toBool();
+    const Tensor &array = kept[from_y ? Y : X];
+    bool fast = !gs[1].defined() && is_final(gs[0]) &&
+                gs[0].sizes() == array.sizes() && gs[0].scalar_type() == array.scalar_type();
+    const int64_t features = groups ? array.size(1) : array.size(-1), count = std::max<int64_t>(groups, 1);
+    TORCH_CHECK(array.numel() && features >= count, "what was kept has another shape now");
+    const int64_t places = groups ? array.numel() / (array.size(0) * features) : 1;
+    const int64_t rows = array.numel() / (features / count * places);
+    const auto wide = c10::elementSize(array.scalar_type()) < 4 ? at::kFloat : array.scalar_type();
+    for (int k = X; k <= RSTD; k++) {
+        const Tensor &one = kept[k];
+        const int64_t elements = k == X || k == Y ? array.numel() : k == RSTD ? rows : features;
+        const auto dtype = k == RSTD ? wide : array.scalar_type();
+        fast = fast && (!one.defined() || (is_beside(one, gs[0]) && one.is_contiguous() && one.numel() == elements &&
+                                           one.scalar_type() == dtype));
+    }
+    if (fast && gs[0].is_cuda()) {
+        at::AutoDispatchBelowADInplaceOrView guard;
+        auto grads = norm_of_rows(gs[0], kept, wanted, groups, from_y, centered);
+        if (!grads.empty()) return grads;
+    } else if (fast) return norm_by_loop(gs[0], kept, wanted, groups, from_y, centered);
+    return norm_by_operations(gs, kept, wanted, groups, from_y, centered);
+}
+
 /* Cross-entropy of rows of logits, by indices of classes. */
 bool fits(const Tensor &x, const Tensor &target) {
     const bool is_float = x.scalar_type() == at::kFloat || x.scalar_type() == at::kDouble;
-    return is_plain(x) && is_float && x.dim() == 2 && x.is_contiguous() && x.numel() && is_plain(target) &&
+    return is_known(x) && is_float && x.dim() == 2 && x.is_contiguous() && x.numel() && is_beside(target, x) &&
            target.scalar_type() == at::kLong && target.is_contiguous() &&
            target.sizes() == x.sizes().slice(0, 1);
 }
@@ -1417,7 +1761,7 @@ bool fits(const Tensor &x, const Tensor &target) {
 PyObject *cross_entropy(PyObject *, PyObject *const *args, Py_ssize_t count) {
     HANDLE_TH_ERRORS
     TORCH_CHECK_TYPE(count == 5, "cross_entropy takes 5 arguments");
-    const Tensor *x = plain(args[1]), *target = plain(args[2]);
+    const Tensor *x = known(args[1]), *target = known(args[2]);
     if (!x || !target || !fits(*x, *target) || !PyLong_CheckExact(args[3])) Py_RETURN_NONE;
     const int64_t ignored = PyLong_AsLongLong(args[3]), reduction = PyLong_AsLongLong(args[4]);
     if (PyErr_Occurred()) return nullptr;
@@ -1441,11 +1785,12 @@ Tensor cross_entropy_backward(AutogradContext *ctx, const Tensor &g) {
     const int64_t ignored = ctx->saved_data.at("ignored").toInt();
     const bool is_mean = ctx->saved_data.at("is_mean").toBool();
     const bool of_rows = g.dim() && g.is_contiguous() && g.sizes() == target.sizes();
-    const bool fast = is_final(g) && fits(x, target);
-    if (!fast || !(of_rows || !g.dim()) || g.scalar_type() != x.scalar_type()) {
+    const bool fast = is_final(g) && fits(x, target) && x.device() == g.device() && g.scalar_type() == x.scalar_type();
+    if (!fast || !(of_rows || !g.dim()) || g.is_cuda()) {
         const Tensor counts = target != ignored, index = (target * counts).unsqueeze(1);
         const Tensor each = is_mean ? g / counts.sum(g.scalar_type()) : g;
         const Tensor h = at::where(counts, each, at::zeros({}, g.options())).unsqueeze(1);
+        if (fast) return at::softmax(x, 1).mul_(h).scatter_add_(1, index, h.neg());
         return at::softmax(x, 1) * h - at::zeros_like(x).scatter(1, index, h);
     }
     at::AutoDispatchBelowADInplaceOrView guard;
@@ -1474,21 +1819,24 @@ Tensor cross_entropy_backward(AutogradContext *ctx, const Tensor &g) {
 PyObject *batch_norm_eval(PyObject *, PyObject *const *args, Py_ssize_t count) {
     HANDLE_TH_ERRORS
     TORCH_CHECK_TYPE(count == 7, "batch_norm_eval takes 7 arguments");
-    const Tensor *x = plain(args[1]);
+    const Tensor *x = known(args[1]);
     double eps;
     if (!x || !x->numel() || !numbers(args + 6, &eps, 1) || eps < 0) Py_RETURN_NONE;
-    if (x->dim() < 2 || c10::elementSize(x->scalar_type()) < 4) Py_RETURN_NONE;
+    const bool is_narrow = c10::elementSize(x->scalar_type()) < 4;
+    if (x->dim() < 2 || (is_narrow && x->is_cpu())) Py_RETURN_NONE;
+    const auto wide = is_narrow ? at::kFloat : x->scalar_type();
     enum { MEAN, VAR, SCALE_BY, SHIFT_BY };
     std::optional<Tensor> vectors[4];
     for (int k = 0; k < 4; k++) {
         if (args[2 + k] == Py_None && k > VAR) continue;
         const Tensor *vector = THPVariable_CheckExact(args[2 + k]) ? &THPVariable_Unpack(args[2 + k]) : nullptr;
-        if (!vector || !is_plain(*vector) || vector->scalar_type() != x->scalar_type()) Py_RETURN_NONE;
+        if (!vector || !is_beside(*vector, *x) || vector->scalar_type() != wide) Py_RETURN_NONE;
         vectors[k] = *vector;
     }
     Made made;
     made.y = compute([&] {
-        return at::batch_norm(*x, vectors[SCALE_BY], vectors[SHIFT_BY], vectors[MEAN], vectors[VAR], false, 0, eps, false);
+        return at::batch_norm(*x, vectors[SCALE_BY], vectors[SHIFT_BY], vectors[MEAN], vectors[VAR], false, 0, eps,
+                              x->is_cuda() && at::globalContext().userEnabledCuDNN());
     });
     made.kept = {*vectors[VAR]};
     if (vectors[SCALE_BY]) made.kept.push_back(*vectors[SCALE_BY]);
@@ -1517,8 +1865,10 @@ PyTypeObject *show() {
 
 PyObject *connect(PyObject *, PyObject *args) {
     PyObject *capsule, *families;
-    if (!PyArg_ParseTuple(args, "OO!O:connect", &capsule, &PyTuple_Type, &families, &device_context)) return nullptr;
+    if (!PyArg_ParseTuple(args, "OO!OO:connect", &capsule, &PyTuple_Type, &families, &device_context, &compiler))
+        return nullptr;
     Py_INCREF(device_context);
+    Py_INCREF(compiler);
     for (int family = 0; family < FAMILIES; family++) {
         PyObject *number = PyTuple_GetItem(families, family);
         family_of[family] = number ? PyLong_AsLongLong(number) : 0;
@@ -1532,17 +1882,20 @@ PyObject *connect(PyObject *, PyObject *args) {
 
 #define FAST(NAME) (PyCFunction)(void (*)()) NAME, METH_FASTCALL
 PyMethodDef methods[] = {
-    {"connect", connect, METH_VARARGS, "connect(loops, families, DeviceContext): to those of native.c. The types of nodes, as Python sees them"},
+    {"connect", connect, METH_VARARGS, 
+     "connect(loops, families, DeviceContext, compiled): to loops of native.c, and what has those of cuda.py "
+     "compiled (or None). The types of nodes, as Python sees them"},
     {"wanted", FAST(wanted),
-     "wanted(places, args): of which of these places gradients are wanted, as bits; None if an argument is "
-     "neither None nor a plain tensor of the CPU, or anything is on that gives operations another meaning"},
+     "wanted(places, args, casts): of which of these places gradients are wanted, as bits; None if an argument "
+     "is neither None nor a plain tensor of the CPU or of a CUDA device, or anything is on that gives operations "
+     "another meaning (autocast, if it casts)"},
     {"for_stock", FAST(for_stock),
      "for_stock(attributes, bits, input, casts, has_bias): the weight and the bias of a module, if nothing "
      "traces (and no autocast is on, if it casts), they are parameters of torch's own classes, as the input, "
      "and of the three none wants a gradient, or one of the bits does"},
     {"bits", FAST(bits),
-     "bits(row, x, loop, inplace, low, high, family, a, b, softshrinks, also): x by a loop (or by softshrink "
-     "to high) that says bits, of which backward makes g, or +0 (family 0); g * a, or +0 (1); "
+     "bits(row, x, loop, inplace, low, high, family, a, b, softshrinks, also, kind): x by a loop (or by softshrink "
+     "to high; on CUDA of a kind, see cuda.py) that says bits, of which backward makes g, or +0 (family 0); g * a, or +0 (1); "
      "g * a, or g * b (2). It keeps what it is to keep also, if that is not None, and the bits"},
     {"dropout", FAST(dropout), "dropout(row, x, p, factor, inplace, from_rng)"},
     {"bernoulli", FAST(bernoulli), "bernoulli(x, p): bits, one for each element of x, in storage order"},

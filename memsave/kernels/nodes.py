@@ -17,6 +17,11 @@ from torch.utils._device import DeviceContext
 from . import native
 from .reference import PIECES
 
+try:
+    from . import cuda
+except ImportError:  # no triton
+    cuda = None  # type: ignore[assignment]
+
 NAME = "_nodes_" + re.sub(r"\W", "_", torch.__version__)
 _nodes = importlib.import_module(f".{NAME}", __package__)
 native.check(_nodes)
@@ -24,12 +29,14 @@ _native = native._native
 BACKWARD = ("select", "part", "scale")
 LOOPS_OF_NODES = (*BACKWARD, "nonzero", "rest", "tanh2", "logistic")  # in this order
 _families = tuple(getattr(_native, name) for name in LOOPS_OF_NODES)
-for _node in _nodes.connect(_native.loops, _families, DeviceContext):
+_compiled = None if cuda is None else cuda.compiled
+for _node in _nodes.connect(_native.loops, _families, DeviceContext, _compiled):
     torch.autograd.graph.Node.register(_node)
 
-#: ``wanted(places, args)``: of the arguments at these places (in order), whose gradients are
+#: ``wanted(places, args, casts)``: of the arguments at these places (in order), whose gradients are
 #: wanted, as bits of a number; ``None`` if an argument is neither ``None`` nor a plain tensor of
-#: the CPU, or if anything is on that gives operations another meaning (a mode, autocast, ...).
+#: the CPU or of a CUDA device, or if anything is on that gives operations another meaning (a mode;
+#: autocast, if it ``casts``; ...).
 wanted = _nodes.wanted
 #: ``for_stock(parameters, wanted, input, casts, has_bias)``: :func:`memsave.function.for_stock` of
 #: the ``__dict__`` of a module, while nobody observes.
@@ -58,10 +65,14 @@ def bits(
         within, *bounds = PIECES[name][1](low, high)
         loop = native.COMPARE[within]
     family = BACKWARD.index(backward)
-    return _nodes.bits(row, x, loop, inplace, *bounds, family, a, b, softshrinks, also)
+    return _nodes.bits(row, x, loop, inplace, *bounds, family, a, b, softshrinks, also, KINDS[name])
 
 
 LOOPS = {"relu": _native.relu, **native.PIECEWISE}
+#: On CUDA, or -1 where there is none. (Of the last two, the bits: torch computes the output.)
+KINDS = {name: cuda.KINDS.index(name) if cuda and name in cuda.KINDS else -1 for name in LOOPS}
+if cuda:
+    KINDS |= {name: cuda.KINDS.index(PIECES[name].test(0, 0)[0]) for name in cuda.BY_TORCH}
 
 
 #: ``bernoulli(x, p)``: bits of whether ``torch.empty_like(x).bernoulli_(p)`` would be 1. (No layer,

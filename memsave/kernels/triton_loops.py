@@ -28,13 +28,13 @@ def to_bits(
     wide = v.to(tl.float32) if v.dtype.primitive_bitwidth == 16 else v
     if KIND == "relu":
         flag = (wide > 0) | (wide != wide)
-        w = tl.where(wide < 0, tl.zeros_like(v), v)
+        w = tl.where(wide <= 0, tl.zeros_like(v), v)  # +0 of -0, as torch's on CUDA
     elif KIND == "leaky_relu":
-        flag = v > 0
-        w = tl.where(flag, v, v * low)
+        flag = wide > 0
+        w = tl.where(flag, v, (wide * low).to(v.dtype))
     elif KIND == "hardtanh":
         flag = ((v > low) & (v < high)) | (v != v)
-        w = tl.where(v < low, low, tl.where(v > high, high, v))
+        w = tl.where(v <= low, low, tl.where(v > high, high, v))
     elif KIND == "threshold":
         flag = (v > low) | (v != v)
         w = tl.where(flag, v, high)
@@ -59,7 +59,7 @@ def to_bits(
 
 @triton.jit
 def from_bits(x, y, bits, size, low, high, KIND: tl.constexpr, BYTES: tl.constexpr):
-    """``y`` from ``x`` and bits: ``x`` or zero; or multiplied by ``low`` if set, else ``high``."""
+    """``y`` from ``x`` and bits: ``x`` or 0; ``x * low`` or 0; ``x * low`` or ``x * high``."""
     # (For checkers of types, a call from Python, which never returns.)
     byte, element, is_byte, is_element = _places(size, BYTES)  # type: ignore[misc]
     v = tl.load(x + element, mask=is_element, other=0)
@@ -67,6 +67,8 @@ def from_bits(x, y, bits, size, low, high, KIND: tl.constexpr, BYTES: tl.constex
     flag = ((eight[:, None] >> tl.arange(0, 8)[None, :]) & 1) != 0
     if KIND == "select":
         w = tl.where(flag, v, tl.zeros_like(v))
+    elif KIND == "part":
+        w = tl.where(flag, (v.to(tl.float32) * low).to(v.dtype), tl.zeros_like(v))
     else:
         w = (v.to(tl.float32) * tl.where(flag, low, high)).to(v.dtype)
     tl.store(y + element, w, mask=is_element)

@@ -26,6 +26,7 @@ from ..function import (
     for_stock,
     is_final,
 )
+from ..kernels.memory import FORMATS
 from .module import drop_in
 
 
@@ -253,12 +254,18 @@ def _forward(module: Any, input: Tensor) -> Tensor:
 
 
 def _for_stock(module: Any, training: bool, input: Tensor) -> tuple[Any, Any] | None:
-    """(Without a weight, its second derivative leaves out terms; elsewhere it may copy ``x``.)"""
+    """(Without a weight, its second derivative leaves out terms. On CUDA it keeps a copy of ``x``
+    where that is stored in neither of torch's formats; on other devices it may.)
+    """
     # Not training, the gradient of the input reads none of it.
     own = for_stock(module, INPUT | WEIGHT if training else WEIGHT, input)
-    if own is None or own[0] is None or not input.is_cpu:
+    if own is None or own[0] is None:
         return None
-    return None if training and kernels.beats_batch_norm(input) else own
+    if input.is_cuda:
+        last = FORMATS.get(input.ndim)
+        is_as_read = input.is_contiguous() or (last and input.is_contiguous(memory_format=last))
+        return own if is_as_read else None
+    return None if not input.is_cpu or (training and kernels.beats_batch_norm(input)) else own
 
 
 @drop_in(spec.BATCH_NORM_EVAL, spec.BATCH_NORM_TRAIN)

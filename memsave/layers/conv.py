@@ -161,12 +161,19 @@ def _conv_bwd(
     )
     grads = {}
     if "x" in wrt:
-        # A transposed convolution: unlike convolution_backward it needs no stand-in for x.
-        adjoint = CONV_TRANSPOSE[dims]
-        if not is_size(g.numel(), 0):
-            dx = adjoint(g, saved["weight"], None, steps, edges, left_over, groups, apart)
+        padded_shape = [*x_shape[:-dims], *padded]
+        if is_size(g.numel(), 0):
+            dx = g.new_zeros(padded_shape)
+        elif g.is_cuda and groups > 1 and g.ndim == dims + 2 and g.is_contiguous():
+            # (Where each channel is a group, stock has a kernel of its own.)
+            options = (steps, edges, apart, False, [0] * dims, groups, [True, False, False])
+            x = g.new_empty(1).expand(padded_shape)  # which is not read
+            backward = torch.ops.aten.convolution_backward
+            dx = backward(g, x, saved["weight"], None, *options)[0]
         else:
-            dx = g.new_zeros([*x_shape[:-dims], *padded])
+            # A transposed convolution: unlike convolution_backward it needs no stand-in for x.
+            adjoint = CONV_TRANSPOSE[dims]
+            dx = adjoint(g, saved["weight"], None, steps, edges, left_over, groups, apart)
         grads["x"] = _unpad(dx, pads, padding_mode) if pads else dx
     if "weight" in wrt:
         x = _pad(saved["x"], pads, padding_mode)
@@ -301,6 +308,7 @@ _conv1d, _conv2d, _conv3d = (
         autocast=lowered,
         shapes=("x", "weight"),
         node=partial(_conv_node, dims),
+        node_casts=True,
     )
     for dims, row in ((1, spec.CONV1D), (2, spec.CONV2D), (3, spec.CONV3D))
 )
@@ -313,6 +321,7 @@ _conv_transpose1d, _conv_transpose2d, _conv_transpose3d = (
         autocast=lowered,
         shapes=("x", "weight"),
         node=partial(_conv_transpose_node, dims),
+        node_casts=True,
     )
     for dims, row in (
         (1, spec.CONV_TRANSPOSE1D),
