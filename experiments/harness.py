@@ -180,7 +180,8 @@ class Run(Generic[Case]):
         return self.collect()
 
     def _measured(self, cases: list[Case]) -> Iterator[Exception | None]:
-        with ThreadPoolExecutor(self.workers if self.experiment.exact else 1) as threads:
+        at_once = self.workers if self.experiment.exact and not self.one_process else 1
+        with ThreadPoolExecutor(at_once) as threads:
             try:
                 yield from threads.map(self.measure, cases)
             except BaseException:  # an interruption

@@ -2,6 +2,8 @@
 fake ones, which have shapes, dtypes and devices. (Elsewhere all is skipped.)
 """
 
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -82,6 +84,7 @@ LAYERS: dict[str, Callable[[], tuple[nn.Module, nn.Module]]] = {
     },
     "threshold": lambda: (nn.Threshold(0.5, 2.0), memsave.nn.Threshold(0.5, 2.0)),
     "Dropout": lambda: (nn.Dropout(0.3), memsave.nn.Dropout(0.3)),
+    "Dropout2d": lambda: (nn.Dropout2d(0.3), memsave.nn.Dropout2d(0.3)),
     "MaxPool2d": lambda: (nn.MaxPool2d(3, 2, 1), memsave.nn.MaxPool2d(3, 2, 1)),
     "MaxPool2d, apart": lambda: (nn.MaxPool2d(2, 3), memsave.nn.MaxPool2d(2, 3)),
     "Hardsigmoid in place": lambda: (nn.Hardsigmoid(True), memsave.nn.Hardsigmoid(True)),
@@ -134,8 +137,10 @@ def test_layers_equal_stock(
             y = layer(x * 1)
         g = torch.linspace(-1, 1, y.numel(), device="cuda").view(y.shape)
         g = torch.empty_like(y).copy_(g)  # in its layout
-        again = (torch.autograd.grad((y * y).sum(), x, create_graph=True)[0] * 2).sum()
-        second = torch.autograd.grad(again, x, allow_unused=True)[0]
+        second = None
+        if "Hardsigmoid" not in name:  # of which torch has none
+            again = (torch.autograd.grad((y * y).sum(), x, create_graph=True)[0] * 2).sum()
+            second = torch.autograd.grad(again, x, allow_unused=True)[0]
         torch.manual_seed(0)
         with torch.autocast("cuda", torch.bfloat16, enabled=is_autocast):
             y = layer(x * 1)
@@ -147,6 +152,38 @@ def test_layers_equal_stock(
     same((our_y, our_dx), (y, dx), layout=layout, rtol=rtol, atol=rtol / 10)
     if second is not None:
         same(our_second, second, rtol=10 * rtol, atol=rtol)
+
+
+FIRST = """
+import sys, threading, torch, memsave
+x = torch.randn(64, device="cuda", requires_grad=True)
+torch.autograd.grad(memsave.functional.relu(x).sum(), x)  # compiles
+x.grad = None
+y = memsave.functional.relu(x)
+
+def forward():
+    results.append(memsave.functional.relu(x).detach())
+
+results = []
+for _ in range(3):
+    thread = threading.Thread(target=forward)
+    thread.start()
+    thread.join()
+assert all(result.equal(x.detach().relu()) for result in results) and len(results) == 3
+"""
+BACKWARD = """
+import torch, memsave
+memsave.functional.relu(torch.randn(64, device="cuda", requires_grad=True))
+x, g = torch.randn(64, device="cuda", requires_grad=True), torch.ones(64, device="cuda")
+assert torch.autograd.grad(memsave.functional.relu(x), x, g)[0].equal((x > 0).float())
+"""
+
+
+@needs_device
+@pytest.mark.parametrize("code", [FIRST, BACKWARD], ids=["of forward", "of backward"])
+def test_a_kernel_may_be_the_first_call_of_a_thread(code: str) -> None:
+    """Of CUDA, which torch's own calls have begin to work there, but not those of its driver."""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 @needs_build

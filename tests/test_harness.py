@@ -49,6 +49,18 @@ def test_every_case_is_measured_in_a_process_of_its_own(tmp_path, capsys):
     assert "| 3      | 9      |" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("how", ["", "raises", "dies"])
+def test_one_process_for_all_cases(tmp_path, how):
+    """Until it dies."""
+    failed = bool(how)
+    if failed:
+        (tmp_path / f"2 {how}").touch()
+    assert run(tmp_path, "--one-process", "--folder", str(tmp_path)) == failed
+    found = processes(tmp_path)
+    assert found.keys() == {1, 3} if failed else {1, 2, 3}
+    assert len({*found.values()}) == (2 if how == "dies" else 1)
+
+
 @pytest.mark.parametrize("how", ["raises", "dies"])
 def test_a_stopped_run_goes_on_where_it_was(tmp_path, capsys, how):
     (tmp_path / f"2 {how}").touch()

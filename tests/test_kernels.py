@@ -352,6 +352,55 @@ def test_the_loops_of_triton_compile(tmp_path: Path, monkeypatch: pytest.MonkeyP
     subprocess.run([sys.executable, "-c", COMPILE], check=True, timeout=120)
 
 
+LAUNCHED = r"""
+import re
+from itertools import product
+from triton.backends.compiler import GPUTarget
+from memsave.kernels import cuda, triton_loops
+
+HALF, FLOAT, DOUBLE, BOOL, BFLOAT16 = 5, 6, 7, 11, 15
+to_bits, from_bits, max_pool, unpool, norm = cuda.SOURCES
+WINDOWS = (1, 3, 3, 1, 2, 2, 0, 1, 1, 1, 1, 2)
+KINDS = {"i32": "u32", "fp32": "f32"}
+
+def check(name, types, constants, even, warps):
+    made = cuda.compile_loop(
+        name, types, constants, even, warps, target=GPUTarget("cuda", 90, 32)
+    )
+    entry = re.search(r"[.]entry.*?[)]", made.asm["ptx"], re.DOTALL)[0]
+    found = re.findall(r"[.]param [.](\w+)", entry)
+    names = [name for name in getattr(triton_loops, name).arg_names if name not in constants]
+    expected = [KINDS.get(types[name], "u64") for name in names]
+    assert found[: len(expected)] == expected, (name, found)
+    # What comes after these are pointers to memory that none of these loops has any of.
+    assert {*found[len(expected) :]} <= {"u64"} and len(found) < 32
+    metadata = made.metadata
+    sizes = [getattr(metadata, f"{kind}_scratch_size", 0) for kind in ("global", "profile")]
+    assert sizes == [0, 0] and metadata.num_ctas == 1
+
+for even, kind in product((0, 1), range(len(cuda.KINDS))):
+    check(*to_bits(FLOAT, kind, kind < 5, even))
+for dtype, kind in product((HALF, BFLOAT16), (0, 1, 6)):
+    check(*to_bits(dtype, kind, kind < 5, 1))
+check(*to_bits(BOOL, 5, 0, 1))
+for dtype, kind in product((HALF, FLOAT, BFLOAT16), range(3)):
+    check(*from_bits(dtype, kind, 1))
+check(*from_bits(DOUBLE, 0, 0))
+for loop, channels, ones in product((max_pool, unpool), (0, 1, 2), ((0, 0), (1, 1), (3, 7))):
+    check(*loop(FLOAT, channels, *ones, *WINDOWS))
+for dtype, block in product((FLOAT, DOUBLE, BFLOAT16), (1, 256)):
+    check(*norm(dtype, 1, 1, 1, 1, 1, 1, 1, 4, block, int(block > 1)))
+"""
+
+
+def test_loops_take_what_nodes_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As nodes.cpp launches them by itself: arguments but for the constants, in order."""
+    pytest.importorskip("triton")
+    monkeypatch.delenv("TRITON_INTERPRET")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    subprocess.run([sys.executable, "-c", LAUNCHED], check=True, timeout=240)
+
+
 def test_the_kernels_for_the_cpu_are_compiled() -> None:
     """Where the tests run, there is a compiler; otherwise the tests below would test nothing."""
     assert "memsave.kernels.native" in [module.__name__ for module in kernels.IMPLEMENTATIONS]

@@ -210,15 +210,38 @@ struct Kernel {
 struct Driver {
     int (*launch)(void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void *, void **,
                   void **) = nullptr;
+    int (*context)(void **) = nullptr;
+    int (*set_context)(void *) = nullptr;
+    int (*device)(int *, int number) = nullptr;
+    int (*context_of)(void **, int device) = nullptr;
     int32_t (*stream)(int32_t device, void **stream) = nullptr;
+    bool is_whole = false;
 
     Driver() {
 #ifdef __linux__
         void *driver = dlopen("libcuda.so.1", RTLD_LAZY), *torch = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD);
         if (!driver || !torch) return;
-        launch = (decltype(launch))dlsym(driver, "cuLaunchKernel");
-        stream = (decltype(stream))dlsym(torch, "aoti_torch_get_current_cuda_stream");
+        is_whole = find(driver, "cuLaunchKernel", launch) && find(driver, "cuCtxGetCurrent", context) &&
+                   find(driver, "cuCtxSetCurrent", set_context) && find(driver, "cuDeviceGet", device) &&
+                   find(driver, "cuDevicePrimaryCtxRetain", context_of) &&
+                   find(torch, "aoti_torch_get_current_cuda_stream", stream);
 #endif
+    }
+
+#ifdef __linux__
+    template <typename T>
+    static bool find(void *library, const char *name, T &function) {
+        return (function = (T)dlsym(library, name));
+    }
+#endif
+
+    /* Has this thread work on a device of that number, where nothing has before: torch's own calls would do so,
+       but those of the driver do not. (The device is retained, once for each thread.) */
+    bool has_context(int number) const {
+        void *current = nullptr;
+        int found = 0;
+        if (context(&current)) return false;
+        return current || !(device(&found, number) || context_of(&current, found) || set_context(current));
     }
 };
 
@@ -231,7 +254,7 @@ const Driver &driver() {
 const Kernel *kernel_for(const Tensor &x, std::initializer_list<int64_t> constants) {
     static std::mutex mutex;
     static std::map<std::vector<int64_t>, Kernel> known; /* whose values stay where they are */
-    if (compiler == Py_None || !driver().launch || !driver().stream) return nullptr;
+    if (compiler == Py_None || !driver().is_whole) return nullptr;
     std::vector<int64_t> key = {x.device().index()};
     key.insert(key.end(), constants);
     {
@@ -275,10 +298,11 @@ struct Arguments {
         const c10::DeviceGuard guard(on.device());
         void *stream = nullptr;
         for (int k = 0; k < 32; k++) places[k] = &values[k];
-        const int error = driver().stream(on.device().index(), &stream) ||
-                          driver().launch(kernel.function, programs, 1, 1, kernel.threads, 1, 1, kernel.shared,
+        const int device = on.device().index();
+        TORCH_CHECK(driver().has_context(device) && !driver().stream(device, &stream), "CUDA has no context");
+        const int error = driver().launch(kernel.function, programs, 1, 1, kernel.threads, 1, 1, kernel.shared,
                                           stream, places, nullptr);
-        TORCH_CHECK(!error, "CUDA did not launch a kernel of memsave: an earlier one may have failed");
+        TORCH_CHECK(!error, "CUDA did not launch a kernel of memsave (error ", error, "): an earlier one may have failed");
     }
 };
 
@@ -789,15 +813,26 @@ Tensor noise_of(const Tensor &bits, at::IntArrayRef shape, double p, at::ScalarT
 PyObject *feature_dropout(PyObject *, PyObject *const *args, Py_ssize_t count) {
     HANDLE_TH_ERRORS
     TORCH_CHECK_TYPE(count == 3, "feature_dropout takes 3 arguments");
-    const Tensor *x = plain(args[1]);
+    const Tensor *x = known(args[1]);
     double p;
     if (!x || !numbers(args + 2, &p, 1)) Py_RETURN_NONE;
     if (x->scalar_type() != at::kFloat && x->scalar_type() != at::kDouble) Py_RETURN_NONE;
+    const auto shape = channels(*x);
     Made made;
-    {
+    if (x->is_cuda()) {
+        const int64_t count = shape[0] * shape[1], dtype = (int64_t)x->scalar_type();
+        const Kernel *kernel = nullptr;
+        if (count <= MOST_ELEMENTS) kernel = kernel_for(*x, {TO_BITS, dtype, NONZERO_BITS, 0, is_even(count)});
+        if (!kernel) Py_RETURN_NONE;
         pybind11::gil_scoped_release unlocked;
         at::AutoDispatchBelowADInplaceOrView guard;
-        const auto shape = channels(*x);
+        const Tensor noise = at::empty(shape, x->options()).bernoulli_(1 - p).div_(1 - p);
+        made.y = *x * noise;
+        made.kept = {empty_bits(noise)};
+        run(*kernel, noise, noise, made.kept[0], 0, 0);
+    } else {
+        pybind11::gil_scoped_release unlocked;
+        at::AutoDispatchBelowADInplaceOrView guard;
         made.kept = {draw(at::detail::getDefaultCPUGenerator(), shape[0] * shape[1], 1 - p)};
         if (made.kept[0].defined()) made.y = *x * noise_of(made.kept[0], shape, p, x->scalar_type());
     }
@@ -811,7 +846,16 @@ Tensor feature_dropout_backward(AutogradContext *ctx, const Tensor &g) {
     const Tensor bits = ctx->get_saved_variables()[0];
     const double p = ctx->saved_data.at("p").toDouble();
     const auto shape = channels(g);
-    if (!are_bits(bits, g, shape[0] * shape[1]) || !is_unobserved())
+    const bool fits = are_bits(bits, g, shape[0] * shape[1]) && is_unobserved();
+    if (fits && g.is_cuda() && is_final(g)) {
+        at::AutoDispatchBelowADInplaceOrView guard;
+        const Tensor noise = at::ones(shape, g.options());
+        if (const Kernel *kernel = from_bits(noise, SCALE)) {
+            run(*kernel, noise, noise, bits, 1 / (float)(1 - p), 0);
+            return times(g, noise);
+        }
+    }
+    if (!fits || g.is_cuda())
         return g * unpack(bits, shape, c10::contiguous_strides(shape)).to(g.scalar_type()).div(1 - p);
     const Tensor noise = noise_of(bits, shape, p, g.scalar_type());
     if (!is_final(g)) return g * noise;
