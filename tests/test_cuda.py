@@ -1,5 +1,6 @@
 """Layers on CUDA: on real tensors where there is a device; where torch is only built for it, on
-fake ones, which have shapes, dtypes and devices. (Elsewhere all is skipped.)
+fake ones, which have shapes, dtypes and devices. (Elsewhere all is skipped.) Kernels run by the
+interpreter of Triton, if ``TRITON_INTERPRET=0`` does not say otherwise (see conftest.py).
 """
 
 import subprocess
