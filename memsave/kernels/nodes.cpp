@@ -171,10 +171,11 @@ Tensor empty_bits(const Tensor &x) {
 
 /* An input, of which an operation on its gradient reads the shape alone: of the memory of the gradient, if
    that has as many elements, so that an operation that wants it contiguous makes no copy. (Kernels of CUDA
-   want all inputs so, but never read this one.) */
+   want all inputs so, but never read this one; nor may a hook, as where its graph is made, too.) */
 Tensor stand_in(const Tensor &g, at::IntArrayRef shape) {
     if (!is_known(g) || !is_unobserved()) return at::empty({1}, g.options()).expand(shape);
-    const bool fits = g.is_contiguous() && (g.is_cuda() || c10::multiply_integers(shape) <= g.numel());
+    const bool is_unread = g.is_cuda() && is_final(g);
+    const bool fits = g.is_contiguous() && (is_unread || c10::multiply_integers(shape) <= g.numel());
     if (!fits && g.is_cuda()) return at::empty({1}, g.options()).expand(shape);
     const Tensor x = fits ? g.detach() : memory({1}, g.scalar_type());
     x.unsafeGetTensorImpl()->set_sizes_and_strides(
@@ -276,6 +277,12 @@ const Kernel *kernel_for(const Tensor &x, std::initializer_list<int64_t> constan
     const std::scoped_lock lock(mutex);
     const Kernel &kept = known.emplace(key, kernel).first->second;
     return kept.function ? &kept : nullptr;
+}
+
+/* Whether there are loops of numbers like its own. */
+bool has_loops(const Tensor &x) {
+    const auto dtype = x.scalar_type();
+    return dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16 || dtype == at::kDouble;
 }
 
 /* Vectors of loops begin at addresses that 16 divides. */
@@ -666,7 +673,7 @@ PyObject *bits(PyObject *, PyObject *const *args, Py_ssize_t count) {
     const Kernel *kernel = nullptr;
     if (x->is_cuda()) {
         const bool in_any_dtype = kind <= LEAKY_RELU || kind == WITHIN, writes = kind < WITHIN;
-        if (kind == NOTHING || !x->is_floating_point() || (inplace && !writes)) Py_RETURN_NONE;
+        if (kind == NOTHING || !has_loops(*x) || (inplace && !writes)) Py_RETURN_NONE;
         if (!in_any_dtype && x->scalar_type() != at::kFloat) Py_RETURN_NONE;
         if (!from_bits(*x, family) || !(kernel = to_bits(*x, kind, writes))) Py_RETURN_NONE;
     } else {
@@ -713,8 +720,7 @@ Tensor bits_backward(AutogradContext *ctx, const Tensor &g) {
 
 /* Dropout of CUDA devices: torch's own kernel draws. (It multiplies by the reciprocal, of floats.) */
 PyObject *fused_dropout(PyObject *row, const Tensor &x, double p) {
-    const bool is_narrow = x.is_floating_point() && x.scalar_type() != at::kDouble;
-    if (!is_narrow || x.numel() > MOST_ELEMENTS || !from_bits(x, SCALE)) Py_RETURN_NONE;
+    if (!has_loops(x) || x.scalar_type() == at::kDouble || x.numel() > MOST_ELEMENTS || !from_bits(x, SCALE)) Py_RETURN_NONE;
     const Kernel *kernel = kernel_for(x, {TO_BITS, (int64_t)at::kBool, NONZERO_BITS, 0, is_even(x.numel())});
     if (!kernel) Py_RETURN_NONE;
     Made made;
@@ -943,7 +949,7 @@ PyObject *max_pool(PyObject *, PyObject *const *args, Py_ssize_t count) {
     const auto format = format_of(*x, dims);
     const auto dtype = x->scalar_type();
     const bool is_device = x->is_cuda();
-    if (!format || !(is_device ? x->is_floating_point() : dtype == at::kFloat || dtype == at::kDouble))
+    if (!format || !(is_device ? has_loops(*x) : dtype == at::kFloat || dtype == at::kDouble))
         Py_RETURN_NONE;
     at::DimVector shape(x->sizes());
     for (int64_t axis = 0; axis < dims; axis++) shape[x->dim() - dims + axis] = window.out[3 - dims + axis];
@@ -1538,8 +1544,8 @@ enum { MOST_FEATURES = 16384 }; /* of parameters whose values are looked at by e
 /* A parameter of so many features that a loop can read beside x. */
 const Tensor *vector_of(PyObject *arg, const Tensor &x, int64_t features) {
     const Tensor *vector = known(arg);
-    const bool fits = vector && vector->device() == x.device() && vector->scalar_type() == x.scalar_type() && vector->is_contiguous() &&
-                      vector->sizes() == at::IntArrayRef(features);
+    const bool fits = vector && vector->device() == x.device() && vector->scalar_type() == x.scalar_type() &&
+                      vector->is_contiguous() && vector->sizes() == at::IntArrayRef(features);
     return fits ? vector : nullptr;
 }
 
@@ -1553,7 +1559,7 @@ PyObject *norm(PyObject *, PyObject *const *args, Py_ssize_t count) {
     if (PyErr_Occurred()) return nullptr;
     if (!x || !x->is_contiguous() || !x->numel() || x->dim() < (groups ? 2 : 1)) Py_RETURN_NONE;
     const bool is_wide = x->scalar_type() == at::kFloat || x->scalar_type() == at::kDouble;
-    if (!is_wide && !(x->is_cuda() && x->is_floating_point())) Py_RETURN_NONE;
+    if (!is_wide && !(x->is_cuda() && has_loops(*x))) Py_RETURN_NONE;
     if (args[8] != Py_None && !numbers(args + 8, &eps, 1)) Py_RETURN_NONE;
     const int64_t features = groups ? x->size(1) : x->size(-1), examples = groups ? x->size(0) : 0;
     if (groups && x->is_cuda()) Py_RETURN_NONE;
@@ -1926,7 +1932,7 @@ PyObject *connect(PyObject *, PyObject *args) {
 
 #define FAST(NAME) (PyCFunction)(void (*)()) NAME, METH_FASTCALL
 PyMethodDef methods[] = {
-    {"connect", connect, METH_VARARGS, 
+    {"connect", connect, METH_VARARGS,
      "connect(loops, families, DeviceContext, compiled): to loops of native.c, and what has those of cuda.py "
      "compiled (or None). The types of nodes, as Python sees them"},
     {"wanted", FAST(wanted),
@@ -1939,7 +1945,8 @@ PyMethodDef methods[] = {
      "and of the three none wants a gradient, or one of the bits does"},
     {"bits", FAST(bits),
      "bits(row, x, loop, inplace, low, high, family, a, b, softshrinks, also, kind): x by a loop (or by softshrink "
-     "to high; on CUDA of a kind, see cuda.py) that says bits, of which backward makes g, or +0 (family 0); g * a, or +0 (1); "
+     "to high; on CUDA of a kind, see cuda.py) that says bits, of which backward makes g, or +0 (family 0); "
+     "g * a, or +0 (1); "
      "g * a, or g * b (2). It keeps what it is to keep also, if that is not None, and the bits"},
     {"dropout", FAST(dropout), "dropout(row, x, p, factor, inplace, from_rng)"},
     {"bernoulli", FAST(bernoulli), "bernoulli(x, p): bits, one for each element of x, in storage order"},
