@@ -1,8 +1,9 @@
 """Whole layers as autograd functions of C++ (nodes.cpp), where they are compiled for this torch.
 
 Each function returns the output of a layer, which has its gradient, or ``None`` where it does not
-apply: the layer's rule, in Python, computes the same and keeps the same. Compiled against one
-version of torch, whose name it bears, so that no other loads it: see README.md.
+apply: the layer's rule, in Python, computes the same and keeps the same. They go by operations of
+torch's, and by loops: on CPU those of native.c, on CUDA those that cuda.py has Triton compile.
+Compiled against one version of torch, whose name it bears, so that no other loads it (README.md).
 """
 
 from __future__ import annotations
