@@ -549,6 +549,43 @@ def test_what_is_not_for_nodes_while_it_is_on(mode: Callable[[], Any]) -> None:
     assert seen(x) == [1, 2]
 
 
+#: Layers by whether autocast casts what they take: of which one node does so itself.
+UNDER_AUTOCAST = {
+    "ReLU": (lambda: memsave.nn.ReLU(), torch.float32),
+    "MaxPool2d": (lambda: memsave.nn.MaxPool2d(2), torch.float32),
+    "Conv2d": (lambda: memsave.nn.Conv2d(3, 4, 3, 2), torch.bfloat16),
+    "ConvTranspose2d": (lambda: memsave.nn.ConvTranspose2d(3, 4, 3, 2), torch.bfloat16),
+}
+
+
+@needs_nodes
+@pytest.mark.parametrize("name", UNDER_AUTOCAST)
+@pytest.mark.parametrize("cache", [True, False])
+def test_nodes_under_autocast(name: str, cache: bool) -> None:
+    """They are used, keep what they have cast, and give stock's gradients, in the dtype of x."""
+    make, dtype = UNDER_AUTOCAST[name]
+    layer = make().requires_grad_(False)
+    stock = copy.copy(layer)
+    (stock.__class__,) = type(layer).__bases__
+    results, kept = [], []
+    for module in (layer, stock):
+        x = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        with (
+            torch.autocast("cpu", torch.bfloat16, cache_enabled=cache),
+            saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t),
+        ):
+            y = module(x * 1)
+        if module is layer:
+            assert type(y.grad_fn).__name__ == "MemsaveLayerBackward"
+            assert [t.dtype for t in kept if t.dtype.is_floating_point] == [dtype] * (
+                dtype is torch.bfloat16
+            )
+        results.append((y, *torch.autograd.grad(y, x, torch.ones_like(y))))
+    (y, dx), (expected, dx_of_stock) = results
+    assert y.dtype is expected.dtype is dtype
+    same((y, dx), (expected, dx_of_stock), rtol=1e-2, atol=1e-2)
+
+
 @needs_nodes
 def test_what_is_not_for_nodes_inside_of() -> None:
     x, found = torch.ones(2, requires_grad=True), []
