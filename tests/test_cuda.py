@@ -155,6 +155,37 @@ def test_layers_equal_stock(
         same(our_second, second, rtol=10 * rtol, atol=rtol)
 
 
+@needs_device
+@pytest.mark.parametrize("name", ["ReLU", "LeakyReLU", "Dropout", "MaxPool2d", "BatchNorm2d, eval"])
+def test_gradients_that_begin_anywhere(name: str) -> None:
+    """Contiguous, but at an address that 16 does not divide."""
+    layers = [layer.cuda() for layer in LAYERS[name]()]
+    generator = torch.Generator("cuda").manual_seed(0)
+    given = torch.randn(1, 16, 7, 7, generator=generator, device="cuda")
+    results = []
+    for layer in layers:
+        torch.manual_seed(0)
+        x = given.clone().requires_grad_()
+        y = layer(x * 1)
+        g = torch.linspace(-1, 1, y.numel() + 1, device="cuda")[1:].view(y.shape)
+        assert g.data_ptr() % 16
+        results.append((y, *torch.autograd.grad(y, x, g)))
+    same(results[1], results[0], rtol=1e-4, atol=1e-5)
+
+
+@needs_device
+def test_convolutions_without_cudnn() -> None:
+    stock, ours = (m.cuda() for m in alike(nn.Conv2d, 8, 8, 3, 2, 1, groups=2))
+    given = torch.randn(4, 8, 32, 32, device="cuda")
+    results = []
+    for layer in (stock, ours):
+        x = given.clone().requires_grad_()
+        with torch.backends.cudnn.flags(enabled=False):
+            y = layer(x * 1)
+            results.append((y, *torch.autograd.grad(y, x, torch.ones_like(y))))
+    same(results[1], results[0], rtol=1e-4, atol=1e-5)
+
+
 FIRST = """
 import sys, threading, torch, memsave
 x = torch.randn(64, device="cuda", requires_grad=True)

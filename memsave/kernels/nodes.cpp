@@ -183,9 +183,16 @@ Tensor stand_in(const Tensor &g, at::IntArrayRef shape) {
     return x;
 }
 
+/* Whether it begins at an address that 16 divides, as all that loops of CUDA take. */
+bool is_aligned(const Tensor &x) { return !((uintptr_t)x.const_data_ptr() % 16); }
+
+/* (A copy begins at one.) */
+Tensor aligned(const Tensor &x) { return is_aligned(x) ? x : x.clone(); }
+
 /* Whether a loop may read them: hooks of saved tensors may give back anything. */
 bool are_bits(const Tensor &bits, const Tensor &of, int64_t elements) {
-    return is_beside(bits, of) && bits.scalar_type() == at::kByte && bits.is_contiguous() &&
+    return is_beside(bits, of) && (bits.is_cpu() || is_aligned(bits)) && bits.scalar_type() == at::kByte &&
+           bits.is_contiguous() &&
            bits.numel() == (elements + 7) / 8;
 }
 
@@ -285,8 +292,6 @@ bool has_loops(const Tensor &x) {
     return dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16 || dtype == at::kDouble;
 }
 
-/* Vectors of loops begin at addresses that 16 divides. */
-bool is_aligned(const Tensor &x) { return !((uintptr_t)x.const_data_ptr() % 16); }
 int64_t is_even(int64_t size) { return size % 16 == 0; }
 
 /* What a kernel takes. (After these, versions of Triton have it take addresses of memory that ours have
@@ -344,6 +349,7 @@ Tensor unpack(const Tensor &bits, at::IntArrayRef shape, at::IntArrayRef stride)
 
 Tensor from_bits(Family family, const Tensor &g, const Tensor &bits, at::IntArrayRef stride, double a,
                  double b) {
+    if (is_cuda(g) && is_constant(g) && !is_aligned(g)) return from_bits(family, g.clone(), bits, stride, a, b);
     const Kernel *kernel = nullptr;
     bool fast = is_constant(g) && are_bits(bits, g, g.numel());
     if (fast && g.is_cuda()) fast = (kernel = from_bits(g, family));
@@ -1031,6 +1037,20 @@ struct Windows {
         });
     }
 
+    /* Of planes as one axis: where the offsets are, with no look at them. (Not of adaptive pooling.) */
+    Tensor places_by_operations(const Tensor &offsets) const {
+        const auto integers = offsets.options().dtype(at::kLong);
+        Tensor moves = at::zeros({}, integers), first = moves;
+        for (int axis = 0; axis < 3; axis++) {
+            const auto &begins = starts[axis];
+            const int64_t step = begins.size() > 1 ? begins[1] - begins[0] : 0;
+            moves = (moves * in[axis]).unsqueeze(-1) + at::arange(kernel[axis], integers) * dilation[axis];
+            first = (first * in[axis]).unsqueeze(-1) + (at::arange((int64_t)begins.size(), integers) * step + begins[0]);
+        }
+        const Tensor known = offsets.to(at::kLong).clamp(0, moves.numel() - 1);
+        return (moves.reshape({-1}).take(known) + first.reshape({-1})).clamp(0, places() - 1);
+    }
+
     Tensor places_of(const Tensor &offsets) const {
         const int64_t per_plane = outputs(), given = offsets.numel();
         TORCH_CHECK(per_plane ? given % per_plane == 0 : !given, "what was kept has another shape now");
@@ -1064,8 +1084,9 @@ Tensor max_pool_backward(AutogradContext *ctx, const Tensor &g) {
     const int64_t channels = format == at::MemoryFormat::Contiguous ? 1 : offsets.size(1);
     const Kernel *kernel = nullptr;
     bool fast = is_beside(offsets, g) && offsets.scalar_type() == at::kByte && offsets.sizes() == g.sizes() &&
-                offsets.is_contiguous(format) && is_constant(g);
-    const Tensor in_order = fast ? g.contiguous(format) : g;
+                offsets.is_contiguous(format) && (offsets.is_cpu() || is_aligned(offsets)) && is_constant(g);
+    Tensor in_order = fast ? g.contiguous(format) : g;
+    if (fast && g.is_cuda()) in_order = aligned(in_order);
     if (fast && g.is_cuda())
         fast = (kernel = kernel_of_pool(UNPOOLING, in_order, c10::multiply_integers(shape), channels, window));
     if (!fast) {
@@ -1073,7 +1094,8 @@ Tensor max_pool_backward(AutogradContext *ctx, const Tensor &g) {
         at::DimVector from(shape.begin(), shape.end() - dims), to = from;
         from.push_back(windows.outputs());
         to.push_back(windows.places());
-        const Tensor places = windows.places_of(offsets).view(from).to(g.device());
+        const Tensor places = g.is_cpu() ? windows.places_of(offsets).view(from)
+                                         : windows.places_by_operations(offsets.reshape(from));
         return at::zeros(to, g.options()).scatter_add(-1, places, g.reshape(from)).view(shape);
     }
     at::AutoDispatchBelowADInplaceOrView guard;
@@ -1237,8 +1259,8 @@ Tensor convolution_backward(AutogradContext *ctx, const Tensor &g) {
     const at::DimVector zeros(dims, 0);
     const bool few = c10::multiply_integers(shape) < FEW_ELEMENTS;
     if (!transposed && (g.is_cuda() ? options[1] > 1 && g.is_contiguous() : few))
-        return std::get<0>(at::convolution_backward(
-            g, stand_in(g, shape), weight, at::OptionalIntArrayRef(), by(STRIDE), by(PADDING), by(DILATION),
+        return std::get<0>(at::convolution_backward( /* (which copies x on CUDA where cuDNN is not at hand) */
+            g, g.is_cuda() ? at::empty({1}, g.options()).expand(shape) : stand_in(g, shape), weight, at::OptionalIntArrayRef(), by(STRIDE), by(PADDING), by(DILATION),
             false, zeros, options[1], {true, false, false}));
     return at::convolution(g, weight, {}, by(STRIDE), by(PADDING), by(DILATION), !transposed,
                            transposed ? at::IntArrayRef(zeros) : by(LEFT_OVER), options[1]);
@@ -1425,7 +1447,7 @@ PyObject *curve(PyObject *, PyObject *const *args, Py_ssize_t count) {
 
 /* (And what is kept is laid out as g.) */
 bool is_final(const Tensor &g, const Tensor &kept) {
-    return is_final(g) && is_plain(kept) && g.scalar_type() == kept.scalar_type() &&
+    return is_final(g) && is_plain(g) && is_plain(kept) && g.scalar_type() == kept.scalar_type() &&
            g.sizes() == kept.sizes() && g.strides() == kept.strides();
 }
 
