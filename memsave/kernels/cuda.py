@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from .memory import empty_bits, has_memory, in_order, layout_of_pool, planes
-from .reference import INTEGERS, PIECES, TESTS, Like, Rows, Windows
+from .reference import INTEGERS, PIECES, SELECTIONS, TESTS, Like, Rows, Windows
 
 if find_spec("triton") is None:
     raise ImportError("no triton")
@@ -299,8 +299,6 @@ KINDS = (
     *("nonzero", "within", "not_inside"),
 )
 BY_TORCH = ("hardsigmoid", "softshrink")
-#: Of selections from bits, by number.
-SELECTIONS = ("select", "part", "scale")
 #: What Triton calls an element, by the number that torch has for its dtype.
 ELEMENT = {0: "u8", 5: "fp16", 6: "fp32", 7: "fp64", 11: "u8", 15: "bf16"}
 INTEGER = {5: "i16", 6: "i32", 7: "i64", 15: "i16"}
@@ -359,18 +357,20 @@ def compile_loop(
 Source = tuple[str, dict[str, str], dict[str, Any], tuple[str, ...], int]
 
 
+def _source_of_bits(loop: str, element: str, even: int, **constants: Any) -> Source:
+    types = dict.fromkeys(("x", "y"), "*" + element) | {"bits": "*u8", "size": "i32"}
+    types |= {"low": "fp32", "high": "fp32"}
+    return loop, types, constants | {"BYTES": BYTES}, ("size",) * even, 4
+
+
 def _to_bits(dtype: int, kind: int, writes: int, even: int) -> Source:
-    x = "*" + ELEMENT[dtype]
-    types = {"x": x, "y": x, "bits": "*u8", "size": "i32", "low": "fp32", "high": "fp32"}
-    constants = {"KIND": KINDS[kind], "WRITES": bool(writes), "BYTES": BYTES}
-    return "to_bits", types, constants, ("size",) * even, 4
+    return _source_of_bits("to_bits", ELEMENT[dtype], even, KIND=KINDS[kind], WRITES=bool(writes))
 
 
 def _from_bits(dtype: int, kind: int, even: int) -> Source:
     selection = SELECTIONS[kind]
-    x = "*" + (INTEGER if selection == "select" else ELEMENT)[dtype]
-    types = {"x": x, "y": x, "bits": "*u8", "size": "i32", "low": "fp32", "high": "fp32"}
-    return "from_bits", types, {"KIND": selection, "BYTES": BYTES}, ("size",) * even, 4
+    elements = INTEGER if selection == "select" else ELEMENT
+    return _source_of_bits("from_bits", elements[dtype], even, KIND=selection)
 
 
 def _source_of_pool(

@@ -1086,9 +1086,10 @@ Tensor max_pool_backward(AutogradContext *ctx, const Tensor &g) {
     bool fast = is_beside(offsets, g) && offsets.scalar_type() == at::kByte && offsets.sizes() == g.sizes() &&
                 offsets.is_contiguous(format) && (offsets.is_cpu() || is_aligned(offsets)) && is_constant(g);
     Tensor in_order = fast ? g.contiguous(format) : g;
-    if (fast && g.is_cuda()) in_order = aligned(in_order);
-    if (fast && g.is_cuda())
+    if (fast && g.is_cuda()) {
+        in_order = aligned(in_order);
         fast = (kernel = kernel_of_pool(UNPOOLING, in_order, c10::multiply_integers(shape), channels, window));
+    }
     if (!fast) {
         const Windows windows(window);
         at::DimVector from(shape.begin(), shape.end() - dims), to = from;

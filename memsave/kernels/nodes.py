@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._device import DeviceContext
 
 from . import native
-from .reference import PIECES
+from .reference import PIECES, SELECTIONS
 
 try:
     from . import cuda
@@ -27,8 +27,7 @@ NAME = "_nodes_" + re.sub(r"\W", "_", torch.__version__)
 _nodes = importlib.import_module(f".{NAME}", __package__)
 native.check(_nodes)
 _native = native._native
-BACKWARD = ("select", "part", "scale")
-LOOPS_OF_NODES = (*BACKWARD, "nonzero", "rest", "tanh2", "logistic")  # in this order
+LOOPS_OF_NODES = (*SELECTIONS, "nonzero", "rest", "tanh2", "logistic")  # in this order
 _families = tuple(getattr(_native, name) for name in LOOPS_OF_NODES)
 _compiled = None if cuda is None else cuda.compiled
 for _node in _nodes.connect(_native.loops, _families, DeviceContext, _compiled):
@@ -65,7 +64,7 @@ def bits(
     if softshrinks:
         within, *bounds = PIECES[name][1](low, high)
         loop = native.COMPARE[within]
-    family = BACKWARD.index(backward)
+    family = SELECTIONS.index(backward)
     return _nodes.bits(row, x, loop, inplace, *bounds, family, a, b, softshrinks, also, KINDS[name])
 
 

@@ -87,6 +87,10 @@ PIECES = {
 }
 
 
+#: What nodes and their loops make of gradients by bits, in the order in which these are numbered.
+SELECTIONS = ("select", "part", "scale")
+
+
 def relu(x: Tensor, inplace: bool) -> tuple[Tensor, Tensor]:
     """``F.relu(x, inplace)``, and the bits of where it passes a gradient."""
     y = F.relu(x, inplace)
