@@ -362,6 +362,17 @@ HALF, FLOAT, DOUBLE, BOOL, BFLOAT16 = 5, 6, 7, 11, 15
 to_bits, from_bits, max_pool, unpool, norm = cuda.SOURCES
 WINDOWS = (1, 3, 3, 1, 2, 2, 0, 1, 1, 1, 1, 2)
 KINDS = {"i32": "u32", "fp32": "f32"}
+# In the order of nodes.cpp.
+BITS = ["x", "y", "bits", "size", "low", "high"]
+SIZES = ["offsets", "size", "channels", "in_1", "in_2", "in_3", "out_1", "out_2", "out_3"]
+PASSED = {
+    "to_bits": BITS,
+    "from_bits": BITS,
+    "max_pool": ["x", "y", *SIZES],
+    "unpool": ["g", "dx", *SIZES],
+    "norm": ["g", "kept", "rstd", "weight", "bias", "dx", "dweight", "dbias"]
+    + ["rows", "features", "shift"],
+}
 
 def check(name, types, constants, even, warps):
     made = cuda.compile_loop(
@@ -369,8 +380,9 @@ def check(name, types, constants, even, warps):
     )
     entry = re.search(r"[.]entry.*?[)]", made.asm["ptx"], re.DOTALL)[0]
     found = re.findall(r"[.]param [.](\w+)", entry)
-    names = [name for name in getattr(triton_loops, name).arg_names if name not in constants]
-    expected = [KINDS.get(types[name], "u64") for name in names]
+    names = [key for key in getattr(triton_loops, name).arg_names if key not in constants]
+    assert names == [key for key in PASSED[name] if key not in constants]
+    expected = ["u64" if types[key].startswith("*") else KINDS[types[key]] for key in names]
     assert found[: len(expected)] == expected, (name, found)
     # What comes after these are pointers to memory that none of these loops has any of.
     assert {*found[len(expected) :]} <= {"u64"} and len(found) < 32
