@@ -98,9 +98,7 @@ def again(module: Layer) -> Layer:
     return copy.deepcopy(module, {id(p): p for p in module.parameters()})
 
 
-def paired_times(
-    steps: dict[str, Callable[[], Any]], repeats: int, progress: str = "timing"
-) -> dict[str, list[float]]:
+def paired_times(steps: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
     """Seconds of each step, taken in turn ``repeats`` times after one warm-up each.
 
     Every turn in another order, as a step pays for the state that the one before it leaves.
@@ -111,7 +109,7 @@ def paired_times(
     wait()
     times: dict[str, list[float]] = {name: [] for name in steps}
     order = random.Random(0)
-    for _ in tqdm(range(repeats), progress, leave=False):
+    for _ in tqdm(range(repeats), "timing", leave=False):
         for name, step in order.sample([*steps.items()], len(steps)):
             start = time.perf_counter()
             step()

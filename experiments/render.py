@@ -137,9 +137,17 @@ def fill(text: str, experiment: Callable[[str], Experiment[Any, Any]], folder: P
 
 def _summary(experiment: Experiment[Any, Any], records: list[Record]) -> Iterable[str]:
     yield (experiment.summary or experiment.table)(records)
-    commands = dict.fromkeys(record.settings["command"] for record in records)
+    commands = _commands(record.settings["command"] for record in records)
     devices = dict.fromkeys(_device(record) for record in records)
     yield f"({'; '.join(f'`.venv/bin/{c}`' for c in commands)}, on {', '.join(devices)})"
+
+
+def _commands(given: Iterable[str]) -> Iterable[str]:
+    """Of those that measured a table in parts, one for all. (The page has them as they were.)"""
+    commands = dict.fromkeys(command.replace(" --again", "") for command in given)
+    if len(commands) == 1:
+        return commands
+    return dict.fromkeys(re.sub(r" --only ('[^']*'|\S+)", "", command) for command in commands)
 
 
 def _section(

@@ -7,7 +7,7 @@ and data; the last columns are this, counted, and as published. They differ:
 
 - ResNets and EfficientNet, stock: by 0.1 GiB, for cuDNN and the allocator's rounding.
 - "Input", "Norm", "Surgical": the paper's code keeps a byte for every element of a ReLU and indices
-  of eight bytes for max pooling, where a bit and four bits are enough. In "All" it keeps these
+  of eight bytes for max pooling, where a bit and a byte are enough. In "All" it keeps these
   masks beside the outputs, which the next layer keeps anyway: more than stock.
 - EfficientNet has neither: both spare the same.
 - T5: attention was computed step by step then and kept its scores; "eager attention" is like this.

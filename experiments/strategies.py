@@ -255,12 +255,14 @@ STRATEGIES = {
     "preallocation": Strategy("a pass at the start", warms_up=True),
     "fewer parameters: the last quarter": Strategy("what is learnt", before=_train_last_quarter),
     "gradient accumulation": Strategy(
-        "schedule: smaller passes, BatchNorm over parts", loop=accumulating_loop, exact=False
+        "schedule: smaller passes (BatchNorm, if any, over parts)",
+        loop=accumulating_loop,
+        exact=False,
     ),
     "mixed precision (bfloat16)": Strategy("precision", after=_autocast, exact=False),
     "save_on_cpu": Strategy("transfer", after=_save_on_cpu),
     "checkpointing of blocks": Strategy(
-        "compute: blocks twice; updates BatchNorm's statistics twice", after=_checkpoint
+        "compute: blocks twice (and running statistics, if any)", after=_checkpoint
     ),
     "torch.compile": Strategy(
         "time to compile", after=partial(_compile, budget=1.0), warms_up=True

@@ -1,7 +1,7 @@
 """The engine: turns a row of the table and three pure functions into a differentiable function.
 
-The only file that talks to ``torch.autograd``. For every row alike it reads the mask, asks the
-table what to keep, saves exactly that, and hands ``bwd`` only what was saved.
+The only file of Python that makes nodes of autograd's graph. For every row alike it reads the mask,
+asks the table what to keep, saves exactly that, and hands ``bwd`` only what was saved.
 
 A rule is ``primal`` (the stock op), ``fwd`` and ``bwd``::
 

@@ -357,9 +357,11 @@ import re
 from itertools import product
 from triton.backends.compiler import GPUTarget
 from memsave.kernels import cuda, triton_loops
+from memsave.kernels.nodes import _nodes as of
 
 HALF, FLOAT, DOUBLE, BOOL, BFLOAT16 = 5, 6, 7, 11, 15
-to_bits, from_bits, max_pool, unpool, norm = cuda.SOURCES
+LOOPS = (of.TO_BITS, of.FROM_BITS, of.MAX_POOLING, of.UNPOOLING, of.NORM_OF_ROWS)
+to_bits, from_bits, max_pool, unpool, norm = (cuda.SOURCES[loop] for loop in LOOPS)
 WINDOWS = (1, 3, 3, 1, 2, 2, 0, 1, 1, 1, 1, 2)
 KINDS = {"i32": "u32", "fp32": "f32"}
 # In the order of nodes.cpp.
@@ -390,11 +392,19 @@ def check(name, types, constants, even, warps):
     sizes = [getattr(metadata, f"{kind}_scratch_size", 0) for kind in ("global", "profile")]
     assert sizes == [0, 0] and metadata.num_ctas == 1
 
+assert of.BITS_OF_PROGRAM == 8 * cuda.BYTES and of.ELEMENTS_OF_PROGRAM == cuda.ELEMENTS
+assert (of.BYTES_OF_ROW, of.PROGRAMS_OF_NORM) == (cuda.BYTES_OF_ROW, cuda.PROGRAMS)
+numbers = {"leaky_relu": of.LEAKY_RELU, "nonzero": of.NONZERO_BITS}
+numbers |= {"within": of.WITHIN, "not_inside": of.NOT_INSIDE}
+assert {name: cuda.KINDS.index(name) for name in numbers} == numbers
+assert cuda.KINDS[: of.LEAKY_RELU] == ("relu",)  # the two that nodes.cpp takes in any dtype
+assert {*cuda.KINDS[: of.NONZERO_BITS]} == {"relu", *cuda.PIECEWISE}  # which it has write
+
 for even, kind in product((0, 1), range(len(cuda.KINDS))):
-    check(*to_bits(FLOAT, kind, kind < 5, even))
-for dtype, kind in product((HALF, BFLOAT16), (0, 1, 6)):
-    check(*to_bits(dtype, kind, kind < 5, 1))
-check(*to_bits(BOOL, 5, 0, 1))
+    check(*to_bits(FLOAT, kind, kind < of.NONZERO_BITS, even))
+for dtype, kind in product((HALF, BFLOAT16), (0, of.LEAKY_RELU, of.WITHIN)):
+    check(*to_bits(dtype, kind, kind < of.NONZERO_BITS, 1))
+check(*to_bits(BOOL, of.NONZERO_BITS, 0, 1))
 for dtype, kind in product((HALF, FLOAT, BFLOAT16), range(3)):
     check(*from_bits(dtype, kind, 1))
 check(*from_bits(DOUBLE, 0, 0))
@@ -406,8 +416,11 @@ for dtype, block in product((FLOAT, DOUBLE, BFLOAT16), (1, 256)):
 
 
 def test_loops_take_what_nodes_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As nodes.cpp launches them by itself: arguments but for the constants, in order."""
+    """As nodes.cpp launches them by itself: by its numbers of loops and bits, with grids for as
+    much as a program of theirs does, and arguments but for the constants, in order.
+    """
     pytest.importorskip("triton")
+    pytest.importorskip("memsave.kernels.nodes")
     monkeypatch.delenv("TRITON_INTERPRET")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     subprocess.run([sys.executable, "-c", LAUNCHED], check=True, timeout=240)

@@ -10,10 +10,12 @@ from typing import Any
 import jax
 import pytest
 
+import memsave.nn
 from experiments import __main__ as command_line, render, results
 from memsave.spec import TABLE
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
+FIRST = re.findall(r"```python\n(.*?)```", README, re.DOTALL)[0]
 JAX = README[README.index("## Use it from JAX") : README.index("## The table")]
 BLOCKS = re.findall(r"```python\n(.*?)```", JAX, re.DOTALL)
 
@@ -45,6 +47,13 @@ def test_whoever_writes_results_fills_the_tables(
     monkeypatch.setattr(command_line, "README", readme)
     command_line._page(tmp_path)
     assert readme.read_text() == README
+
+
+def test_the_first_example(capsys: pytest.CaptureFixture[str]) -> None:
+    names: dict[str, Any] = {}
+    exec(compile(FIRST, "README.md", "exec"), names)
+    assert type(names["model"][2]) is memsave.nn.ReLU
+    assert "stock keeps 1.21 MiB, now 42.19 KiB" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=["nnx", "linen"])

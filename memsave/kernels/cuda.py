@@ -45,6 +45,7 @@ def _loops() -> Any:
 
 
 def _is_here(x: Tensor) -> bool:
+    """(Apart, so that tests can have Triton's interpreter on the CPU.)"""
     return x.is_cuda
 
 

@@ -1252,7 +1252,7 @@ static PyObject *pool(PyObject *module, PyObject *args) {
 static PyMethodDef methods[] = {
     {"connect", connect, METH_VARARGS,
      "connect(capsule, Tensor, Parameter, is_neg, empty_like, empty_bytes, overwritten, threads, mode, "
-     "mode, in_order): to torch, by DLPack and its own functions"},
+     "mode, functions, in_order): to torch, by DLPack and its own functions"},
     {"to_bits", (PyCFunction)(void (*)(void))to_bits, METH_FASTCALL,
      "to_bits(loop, x, inplace | None, stride=None, a=None, b=None): the output and the bits, or the "
      "bits alone where inplace is None; None where the loop is not for such a tensor"},

@@ -64,7 +64,7 @@ def _loops(name: str) -> dict[torch.dtype, int]:
     return {dtype: getattr(_native, f"{name}_{suffix}") for dtype, suffix in DTYPES.items()}
 
 
-PIECEWISE = {name: getattr(_native, name) for name in PIECES}
+PIECEWISE = {name: getattr(_native, name) for name in PIECES if hasattr(_native, name)}
 COMPARE = {test: getattr(_native, test) for test in TESTS}
 
 
@@ -89,6 +89,8 @@ def piecewise(
     x: Tensor, inplace: bool, name: str, low: float, high: float
 ) -> tuple[Tensor, Tensor] | None:
     """The output and the bits in one pass (or the bits, where torch has to compute the output)."""
+    if name not in PIECEWISE:
+        return None
     if name != "softshrink" or fills_vectors(x):
         return _native.to_bits(PIECEWISE[name], x, inplace, None, low, high)
     op, test = PIECES[name]

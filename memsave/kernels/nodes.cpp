@@ -653,12 +653,19 @@ bool sizes(PyObject *arg, size_t dims, at::DimVector &out, at::IntArrayRef absen
     return true;
 }
 
-/* By operations of torch, of which no graph is made. */
+/* With no graph made of operations, while other threads of Python run. */
 template <typename Operations>
-Tensor compute(const Operations &operations) {
+auto compute(const Operations &operations) {
     pybind11::gil_scoped_release unlocked;
     at::AutoDispatchBelowADInplaceOrView guard;
     return operations();
+}
+
+/* What by_bits reads. */
+void to_go_by_bits(Made &made, Family family, double a, double b) {
+    made.call["family"] = (int64_t)family;
+    if (family != SELECT) made.call["a"] = a, made.call["b"] = b;
+    if (!made.y.is_contiguous()) made.call["stride"] = made.y.strides();
 }
 
 PyObject *bits(PyObject *, PyObject *const *args, Py_ssize_t count) {
@@ -690,9 +697,7 @@ PyObject *bits(PyObject *, PyObject *const *args, Py_ssize_t count) {
     Made made;
     if (also != Py_None && !THPVariable_CheckExact(also)) Py_RETURN_NONE;
     if (softshrinks && inplace) Py_RETURN_NONE;
-    {
-        pybind11::gil_scoped_release unlocked;
-        at::AutoDispatchBelowADInplaceOrView guard;
+    compute([&] {
         if (softshrinks || (kernel && kind == NOT_INSIDE)) made.y = at::softshrink(*x, number[1]);
         else if (kernel && kind == WITHIN) made.y = at::hardsigmoid(*x);
         else made.y = inplace ? *x : memory_like(*x);
@@ -700,11 +705,9 @@ PyObject *bits(PyObject *, PyObject *const *args, Py_ssize_t count) {
         made.kept.push_back(empty_bits(*x));
         if (kernel) run(*kernel, *x, made.y, made.kept.back(), number[0], number[1]);
         else run(loop, *x, made.y, made.kept.back(), number[0], number[1]);
-    }
+    });
     made.inplace = inplace;
-    made.call["family"] = family;
-    if (family != SELECT) made.call["a"] = number[2], made.call["b"] = number[3];
-    if (!x->is_contiguous()) made.call["stride"] = made.y.strides();
+    to_go_by_bits(made, (Family)family, number[2], number[3]);
     return layer(args[0], *x, BITS, made);
     END_HANDLE_TH_ERRORS
 }
@@ -730,16 +733,13 @@ PyObject *fused_dropout(PyObject *row, const Tensor &x, double p) {
     const Kernel *kernel = kernel_for(x, {TO_BITS, (int64_t)at::kBool, NONZERO_BITS, 0, is_even(x.numel())});
     if (!kernel) Py_RETURN_NONE;
     Made made;
-    {
-        pybind11::gil_scoped_release unlocked;
-        at::AutoDispatchBelowADInplaceOrView guard;
+    compute([&] {
         const auto [y, kept] = at::native_dropout(x, p, true);
         made.kept = {empty_bits(x)};
         run(*kernel, kept, kept, made.kept[0], 0, 0);
         made.y = y;
-    }
-    made.call["family"] = (int64_t)SCALE, made.call["a"] = 1 / (1 - p), made.call["b"] = 0.0;
-    if (!x.is_contiguous()) made.call["stride"] = made.y.strides();
+    });
+    to_go_by_bits(made, SCALE, 1 / (1 - p), 0);
     return layer(row, x, BITS, made);
 }
 
@@ -760,21 +760,18 @@ PyObject *dropout(PyObject *, PyObject *const *args, Py_ssize_t count) {
     if (!loop || (inplace && !is_writable(*x))) Py_RETURN_NONE;
     Made made;
     Tensor bits, state;
-    {
-        pybind11::gil_scoped_release unlocked;
-        at::AutoDispatchBelowADInplaceOrView guard;
+    compute([&] {
         bits = draw(at::detail::getDefaultCPUGenerator(), x->numel(), 1 - p, from_rng ? &state : nullptr);
         if (bits.defined()) {
             made.y = inplace ? *x : memory_like(*x);
             run(loop, *x, made.y, bits, factor, 0);
         }
-    }
+    });
     if (!bits.defined()) Py_RETURN_NONE;
     made.kept = {from_rng ? state : bits};
     made.inplace = inplace;
-    made.call["family"] = (int64_t)SCALE, made.call["a"] = factor, made.call["b"] = 0.0;
+    to_go_by_bits(made, SCALE, factor, 0);
     if (from_rng) made.call["p"] = 1 - p;
-    if (!x->is_contiguous()) made.call["stride"] = made.y.strides();
     return layer(args[0], *x, from_rng ? DROPOUT_FROM_RNG : BITS, made);
     END_HANDLE_TH_ERRORS
 }
@@ -836,17 +833,17 @@ PyObject *feature_dropout(PyObject *, PyObject *const *args, Py_ssize_t count) {
         const Kernel *kernel = nullptr;
         if (count <= MOST_ELEMENTS) kernel = kernel_for(*x, {TO_BITS, dtype, NONZERO_BITS, 0, is_even(count)});
         if (!kernel) Py_RETURN_NONE;
-        pybind11::gil_scoped_release unlocked;
-        at::AutoDispatchBelowADInplaceOrView guard;
-        const Tensor noise = at::empty(shape, x->options()).bernoulli_(1 - p).div_(1 - p);
-        made.y = *x * noise;
-        made.kept = {empty_bits(noise)};
-        run(*kernel, noise, noise, made.kept[0], 0, 0);
+        compute([&] {
+            const Tensor noise = at::empty(shape, x->options()).bernoulli_(1 - p).div_(1 - p);
+            made.y = *x * noise;
+            made.kept = {empty_bits(noise)};
+            run(*kernel, noise, noise, made.kept[0], 0, 0);
+        });
     } else {
-        pybind11::gil_scoped_release unlocked;
-        at::AutoDispatchBelowADInplaceOrView guard;
-        made.kept = {draw(at::detail::getDefaultCPUGenerator(), shape[0] * shape[1], 1 - p)};
-        if (made.kept[0].defined()) made.y = *x * noise_of(made.kept[0], shape, p, x->scalar_type());
+        compute([&] {
+            made.kept = {draw(at::detail::getDefaultCPUGenerator(), shape[0] * shape[1], 1 - p)};
+            if (made.kept[0].defined()) made.y = *x * noise_of(made.kept[0], shape, p, x->scalar_type());
+        });
     }
     if (!made.y.defined()) Py_RETURN_NONE;
     made.call["p"] = p;
@@ -966,14 +963,12 @@ PyObject *max_pool(PyObject *, PyObject *const *args, Py_ssize_t count) {
         if (!on_device) Py_RETURN_NONE;
     }
     Made made;
-    {
-        pybind11::gil_scoped_release unlocked;
-        at::AutoDispatchBelowADInplaceOrView guard;
+    compute([&] {
         made.y = at::empty(shape, x->options(), *format);
         made.kept = {at::empty(shape, x->options().dtype(at::kByte), *format)};
         if (on_device) run(*on_device, *x, made.y, made.kept[0], channels, window);
         else pool(false, *x, made.y, made.kept[0], window, dims, *format);
-    }
+    });
     made.call["window"] = at::IntArrayRef((const int64_t *)&window, SIZES);
     made.call["shape"] = x->sizes();
     made.call["dims"] = dims;
@@ -1118,9 +1113,7 @@ PyObject *adaptive_max_pool(PyObject *, PyObject *const *args, Py_ssize_t count)
     if (!sizes(args[2], dims, out) || !sizes(args[3], dims, kernel)) Py_RETURN_NONE;
     if (x->scalar_type() != at::kFloat && x->scalar_type() != at::kDouble) Py_RETURN_NONE;
     Made made;
-    {
-        pybind11::gil_scoped_release unlocked;
-        at::AutoDispatchBelowADInplaceOrView guard;
+    compute([&] {
         at::DimVector shape(x->sizes());
         std::copy(out.begin(), out.end(), shape.end() - dims);
         made.y = memory(shape, x->scalar_type());
@@ -1136,7 +1129,7 @@ PyObject *adaptive_max_pool(PyObject *, PyObject *const *args, Py_ssize_t count)
         loops->adaptive_pool(&work, x->scalar_type() == at::kDouble, planes, at::get_num_threads());
         Windows(x->sizes(), shape, kernel).to_offsets(places);
         made.kept = {as_integers(places, bits == 8 ? at::kByte : bits == 16 ? at::kShort : at::kInt)};
-    }
+    });
     made.call["kernel"] = at::IntArrayRef(kernel);
     made.call["shape"] = x->sizes();
     return layer(args[0], *x, ADAPTIVE_MAX_POOL, made);
@@ -1518,15 +1511,13 @@ PyObject *instance_norm(PyObject *, PyObject *const *args, Py_ssize_t count) {
         vectors[k] = *vector;
     }
     Made made;
-    {
-        pybind11::gil_scoped_release unlocked;
-        at::AutoDispatchBelowADInplaceOrView guard;
+    compute([&] {
         const auto weight = for_each_example(vectors[0], *x), bias = for_each_example(vectors[1], *x);
         const auto [y, mean, rstd] = at::native_batch_norm(as_one(*x), weight, bias, {}, {}, true, 0, eps);
         const at::IntArrayRef shape = x->sizes().slice(0, 2);
         made.y = y.view(x->sizes());
         made.kept = {*x, vectors[0], mean.view(shape), rstd.view(shape)};
-    }
+    });
     made.call["eps"] = eps;
     return layer(args[0], *x, INSTANCE_NORM, made);
     END_HANDLE_TH_ERRORS
@@ -1595,9 +1586,7 @@ PyObject *norm(PyObject *, PyObject *const *args, Py_ssize_t count) {
         vectors[k] = *vector;
     }
     Made made;
-    {
-        pybind11::gil_scoped_release unlocked;
-        at::AutoDispatchBelowADInplaceOrView guard;
+    compute([&] {
         if (groups) {
             const int64_t places = x->numel() / (examples * features);
             std::tie(made.y, std::ignore, made.also) =
@@ -1615,7 +1604,7 @@ PyObject *norm(PyObject *, PyObject *const *args, Py_ssize_t count) {
         if (wants_x || !from_y) made.kept[RSTD] = made.also;
         if (wants_x || from_y) made.kept[WEIGHT] = vectors[0].value_or(Tensor());
         if (from_y) made.kept[BIAS] = vectors[1].value_or(Tensor());
-    }
+    });
     made.call["groups"] = groups;
     made.call["from_y"] = from_y;
     made.call["centered"] = centered;
@@ -1674,12 +1663,24 @@ PyObject *is_invertible(PyObject *, PyObject *const *args, Py_ssize_t count) {
     END_HANDLE_TH_ERRORS
 }
 
+/* What a norm of so many groups of channels (0: of the last axis) has a mean of each. */
+struct Rows {
+    int64_t features, groups, places, count;
+
+    Rows(const Tensor &x, int64_t of_channels) : groups(std::max<int64_t>(of_channels, 1)) {
+        features = of_channels ? x.size(1) : x.size(-1);
+        TORCH_CHECK(x.numel() && features >= groups, "what was kept has another shape now");
+        places = of_channels ? x.numel() / (x.size(0) * features) : 1;
+        count = x.numel() / (features / groups * places);
+    }
+};
+
 /* By operations that have derivatives: of (n, groups, k, places). */
 variable_list norm_by_operations(const variable_list &gs, const variable_list &kept, const bool *wanted,
                                  int64_t groups, bool from_y, bool centered) {
     const Tensor &array = kept[from_y ? Y : X];
-    const int64_t n = groups ? array.size(0) : array.numel() / array.size(-1);
-    const int64_t per = groups ? array.size(1) / groups : array.size(-1), g0 = std::max<int64_t>(groups, 1);
+    const Rows of(array, groups);
+    const int64_t g0 = of.groups, n = of.count / g0, per = of.features / g0;
     const auto wide = c10::elementSize(array.scalar_type()) < 4 ? at::kFloat : array.scalar_type();
     const auto grouped = [&](const Tensor &t) { return t.to(wide).reshape({n, g0, per, -1}); };
     const auto spread = [&](const Tensor &t) { return t.to(wide).reshape({g0, per, 1}); };
@@ -1720,40 +1721,38 @@ Tensor inverse_of(const Tensor &vector) {
 variable_list norm_by_loop(const Tensor &given, const variable_list &kept, const bool *wanted, int64_t groups,
                            bool from_y, bool centered) {
     const Tensor &array = kept[from_y ? Y : X];
-    const int64_t features = groups ? array.size(1) : array.size(-1), count = std::max<int64_t>(groups, 1);
-    const int64_t places = groups ? array.numel() / (array.size(0) * features) : 1;
-    const int64_t rows = array.numel() / (features / count * places);
+    const Rows of(array, groups);
     at::AutoDispatchBelowADInplaceOrView guard;
+    /* (Another reference to what is contiguous would be one too many for is_ours.) */
     const Tensor copied = given.is_contiguous() ? Tensor() : given.contiguous();
     const Tensor &g = copied.defined() ? copied : given;
     const int64_t threads = g.numel() > GRAIN ? at::get_num_threads() : 1;
     variable_list grads(3);
     if (wanted[0]) grads[0] = memory_for(g);
     for (int k = 1; k < 3; k++)
-        if (wanted[k]) grads[k] = zeros({threads, features}, g.scalar_type());
+        if (wanted[k]) grads[k] = zeros({threads, of.features}, g.scalar_type());
     const Tensor inverse = from_y && !groups && kept[WEIGHT].defined() ? inverse_of(kept[WEIGHT]) : Tensor();
     const auto read = [](const Tensor &t) { return t.defined() ? t.const_data_ptr() : nullptr; };
     const auto write = [](const Tensor &t) { return t.defined() ? t.mutable_data_ptr() : nullptr; };
     const Norm norm = {g.const_data_ptr(), array.const_data_ptr(), nullptr, read(kept[RSTD]),
                        read(kept[WEIGHT]), read(kept[BIAS]), read(inverse),
                        write(grads[0]), write(grads[1]), write(grads[2]),
-                       features / count, count, places, 0, from_y, centered};
-    loops->norm(&norm, g.scalar_type() == at::kDouble, groups > 0, rows, threads);
+                       of.features / of.groups, of.groups, of.places, 0, from_y, centered};
+    loops->norm(&norm, g.scalar_type() == at::kDouble, groups > 0, of.count, threads);
     for (int k = 1; k < 3; k++)
         if (wanted[k]) grads[k] = threads > 1 ? grads[k].sum(0) : grads[k].view(-1);
     return grads;
 }
 
 /* On a CUDA device, of the last axis; nothing where no kernel applies. */
-variable_list norm_of_rows(const Tensor &given, const variable_list &kept, const bool *wanted, int64_t groups,
-                           bool from_y, bool centered) {
+variable_list norm_of_rows(const Tensor &given, const variable_list &kept, const bool *wanted, bool from_y,
+                           bool centered) {
     const Tensor &array = kept[from_y ? Y : X];
     const int64_t features = array.size(-1), rows = array.numel() / features;
-    if (groups || (centered && !from_y)) return {};
-    const Tensor copied = given.is_contiguous() ? Tensor() : given.contiguous();
+    const Tensor copied = given.is_contiguous() ? Tensor() : given.contiguous(); /* as in norm_by_loop */
     const Tensor &g = copied.defined() ? copied : given;
     variable_list grads(3);
-    if (!from_y) {
+    if (!from_y) { /* of root mean squares, as others keep y */
         Tensor weight = kept[WEIGHT];
         if (!weight.defined() && wanted[1]) weight = at::ones({features}, g.options());
         const auto scale = weight.defined() ? std::optional<Tensor>(weight) : std::nullopt;
@@ -1775,7 +1774,7 @@ variable_list norm_of_rows(const Tensor &given, const variable_list &kept, const
     if (wanted[1] || wanted[2]) programs = std::min(programs, PROGRAMS_OF_NORM);
     const Kernel *kernel = nullptr;
     if (fits)
-        kernel = kernel_for(g, {NORM_OF_ROWS, (int64_t)g.scalar_type(), from_y, kept[WEIGHT].defined(),
+        kernel = kernel_for(g, {NORM_OF_ROWS, (int64_t)g.scalar_type(), true, kept[WEIGHT].defined(),
                                 kept[BIAS].defined(), centered, wanted[0], wanted[1], wanted[2], at_once, block,
                                 is_even(features)});
     if (!kernel) return {};
@@ -1803,21 +1802,18 @@ variable_list Norms::norm_backward(AutogradContext *ctx, const variable_list &gs
     const Tensor &array = kept[from_y ? Y : X];
     bool fast = !gs[1].defined() && is_final(gs[0]) &&
                 gs[0].sizes() == array.sizes() && gs[0].scalar_type() == array.scalar_type();
-    const int64_t features = groups ? array.size(1) : array.size(-1), count = std::max<int64_t>(groups, 1);
-    TORCH_CHECK(array.numel() && features >= count, "what was kept has another shape now");
-    const int64_t places = groups ? array.numel() / (array.size(0) * features) : 1;
-    const int64_t rows = array.numel() / (features / count * places);
+    const Rows of(array, groups);
     const auto wide = c10::elementSize(array.scalar_type()) < 4 ? at::kFloat : array.scalar_type();
     for (int k = X; k <= RSTD; k++) {
         const Tensor &one = kept[k];
-        const int64_t elements = k == X || k == Y ? array.numel() : k == RSTD ? rows : features;
+        const int64_t elements = k == X || k == Y ? array.numel() : k == RSTD ? of.count : of.features;
         const auto dtype = k == RSTD ? wide : array.scalar_type();
         fast = fast && (!one.defined() || (is_beside(one, gs[0]) && one.is_contiguous() && one.numel() == elements &&
                                            one.scalar_type() == dtype));
     }
     if (fast && gs[0].is_cuda()) {
         at::AutoDispatchBelowADInplaceOrView guard;
-        auto grads = norm_of_rows(gs[0], kept, wanted, groups, from_y, centered);
+        auto grads = norm_of_rows(gs[0], kept, wanted, from_y, centered);
         if (!grads.empty()) return grads;
     } else if (fast) return norm_by_loop(gs[0], kept, wanted, groups, from_y, centered);
     return norm_by_operations(gs, kept, wanted, groups, from_y, centered);
@@ -1839,12 +1835,10 @@ PyObject *cross_entropy(PyObject *, PyObject *const *args, Py_ssize_t count) {
     const int64_t ignored = PyLong_AsLongLong(args[3]), reduction = PyLong_AsLongLong(args[4]);
     if (PyErr_Occurred()) return nullptr;
     Made made;
-    {
-        pybind11::gil_scoped_release unlocked;
-        at::AutoDispatchBelowADInplaceOrView guard;
+    compute([&] {
         made.y = at::cross_entropy_loss(*x, *target, {}, reduction, ignored);
         made.kept = {*x, *target};
-    }
+    });
     made.call["ignored"] = ignored;
     made.call["is_mean"] = reduction == at::Reduction::Mean;
     return layer(args[0], *x, CROSS_ENTROPY, made);
@@ -1953,56 +1947,49 @@ PyObject *connect(PyObject *, PyObject *args) {
     return PyTuple_Pack(2, show<Layer>(), show<Norms>());
 }
 
-#define FAST(NAME) (PyCFunction)(void (*)()) NAME, METH_FASTCALL
+#define FAST(NAME) {#NAME, (PyCFunction)(void (*)())NAME, METH_FASTCALL, nullptr} /* see nodes.py */
 PyMethodDef methods[] = {
     {"connect", connect, METH_VARARGS,
      "connect(loops, families, DeviceContext, compiled): to loops of native.c, and what has those of cuda.py "
      "compiled (or None). The types of nodes, as Python sees them"},
-    {"wanted", FAST(wanted),
-     "wanted(places, args, casts): of which of these places gradients are wanted, as bits; None if an argument "
-     "is neither None nor a plain tensor of the CPU or of a CUDA device, or anything is on that gives operations "
-     "another meaning (autocast, if it casts)"},
-    {"for_stock", FAST(for_stock),
-     "for_stock(attributes, bits, input, casts, has_bias): the weight and the bias of a module, if nothing "
-     "traces (and no autocast is on, if it casts), they are parameters of torch's own classes, as the input, "
-     "and of the three none wants a gradient, or one of the bits does"},
-    {"bits", FAST(bits),
-     "bits(row, x, loop, inplace, low, high, family, a, b, softshrinks, also, kind): x by a loop (or by softshrink "
-     "to high; on CUDA of a kind, see cuda.py) that says bits, of which backward makes g, or +0 (family 0); "
-     "g * a, or +0 (1); "
-     "g * a, or g * b (2). It keeps what it is to keep also, if that is not None, and the bits"},
-    {"dropout", FAST(dropout), "dropout(row, x, p, factor, inplace, from_rng)"},
-    {"bernoulli", FAST(bernoulli), "bernoulli(x, p): bits, one for each element of x, in storage order"},
-    {"feature_dropout", FAST(feature_dropout), "feature_dropout(row, x, p)"},
-    {"max_pool", FAST(max_pool), "max_pool(row, x, windows)"},
-    {"adaptive_max_pool", FAST(adaptive_max_pool),
-     "adaptive_max_pool(row, x, outputs, kernel, bits): to these sizes; kernel are those of the largest "
-     "window. It keeps where the maxima are, as indices of so many bits into windows"},
-    {"instance_norm", FAST(instance_norm), "instance_norm(row, x, weight | None, bias | None, eps)"},
-    {"norm", FAST(norm),
-     "norm(row, x, weight | None, bias | None, groups (or 0: over the last axis), from_y, centered, "
-     "wants_x, eps | None): layer norm, group norm, or, if not centered, RMS norm"},
-    {"is_over_last", FAST(is_over_last),
-     "is_over_last(x, normalized_shape, *parameters): whether plain tensors, or None, say at once that it is a "
-     "norm of the last axis"},
-    {"is_invertible", FAST(is_invertible),
-     "is_invertible(x, weight | None, bias | None, least, ratio): whether all weights lie between this least "
-     "magnitude and its inverse, and biases are at most so many times as large; None for other tensors"},
-    {"cross_entropy", FAST(cross_entropy), "cross_entropy(row, x, target, ignore_index, reduction)"},
-    {"curve", FAST(curve), "curve(row, x, which (of enum Curve), a, b, c): of the last, what it has"},
-    {"embedding", FAST(embedding), "embedding(row, weight, indices, dtype to keep, padding (or -1), by_freq)"},
-    {"pad", FAST(pad), "pad(row, x, replicates (or reflects), edges)"},
-    {"avg_pool", FAST(avg_pool),
-     "avg_pool(row, x, dims, kernel_size, stride, padding, ceil_mode, count_include_pad, divisor | None)"},
-    {"adaptive_avg_pool", FAST(adaptive_avg_pool), "adaptive_avg_pool(row, x, dims, output_size)"},
-    {"convolution", FAST(convolution),
-     "convolution(row, x, weight, bias | None, stride, padding, dilation, transposed, output_padding, groups)"},
-    {"batch_norm_eval", FAST(batch_norm_eval), "batch_norm_eval(row, x, mean, var, weight | None, bias | None, eps)"},
+    FAST(wanted),
+    FAST(for_stock),
+    FAST(bits),
+    FAST(dropout),
+    FAST(bernoulli),
+    FAST(feature_dropout),
+    FAST(max_pool),
+    FAST(adaptive_max_pool),
+    FAST(instance_norm),
+    FAST(norm),
+    FAST(is_over_last),
+    FAST(is_invertible),
+    FAST(cross_entropy),
+    FAST(curve),
+    FAST(embedding),
+    FAST(pad),
+    FAST(avg_pool),
+    FAST(adaptive_avg_pool),
+    FAST(convolution),
+    FAST(batch_norm_eval),
     {nullptr, nullptr, 0, nullptr},
 };
 
 const std::pair<const char *, long> constants[] = {
     {"INTERFACE", INTERFACE},
+    {"TO_BITS", TO_BITS},
+    {"FROM_BITS", FROM_BITS},
+    {"MAX_POOLING", MAX_POOLING},
+    {"UNPOOLING", UNPOOLING},
+    {"NORM_OF_ROWS", NORM_OF_ROWS},
+    {"BITS_OF_PROGRAM", BITS_OF_PROGRAM},
+    {"ELEMENTS_OF_PROGRAM", ELEMENTS_OF_PROGRAM},
+    {"BYTES_OF_ROW", BYTES_OF_ROW},
+    {"PROGRAMS_OF_NORM", PROGRAMS_OF_NORM},
+    {"LEAKY_RELU", LEAKY_RELU},
+    {"NONZERO_BITS", NONZERO_BITS},
+    {"WITHIN", WITHIN},
+    {"NOT_INSIDE", NOT_INSIDE},
     {"LOGSIGMOID", LOGSIGMOID},
     {"TANHSHRINK", TANHSHRINK},
     {"ELU_FROM_OUTPUT", ELU_FROM_OUTPUT},

@@ -59,7 +59,9 @@ def bits(
     or +0; ``part``: ``g * a`` or +0; ``scale``: ``g * a`` or ``g * b``. What it keeps ``also`` must
     not be overwritten.
     """
-    loop, bounds = LOOPS[name], (low, high)
+    loop, bounds = LOOPS.get(name), (low, high)
+    if loop is None:
+        return None
     softshrinks = name == "softshrink" and not native.fills_vectors(x)
     if softshrinks:
         within, *bounds = PIECES[name][1](low, high)

@@ -92,7 +92,7 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _zeros(g: Tensor, wrt: Mask, shapes: Shapes) -> Grads:
+def zeros(g: Tensor, wrt: Mask, shapes: Shapes) -> Grads:
     """The gradients of an empty batch, on which ``native_batch_norm_backward`` divides by zero."""
     likes = {name: shapes[name] for name in wrt}
     return {name: g.new_zeros(like.shape, dtype=like.dtype) for name, like in likes.items() if like}
@@ -130,7 +130,7 @@ def _scaled(g: Tensor, var: Tensor, weight: Tensor | None, eps: float) -> Tensor
 
 def _bwd_eval(g: Tensor, wrt: Mask, saved: Saved, shapes: Shapes, *, eps: float) -> Grads:
     if not g.numel():
-        return _zeros(g, wrt, shapes)
+        return zeros(g, wrt, shapes)
     grads: Grads = {}
     if "x" in wrt:
         grads["x"] = _scaled(g, saved["running_var"], saved["weight"], eps)
@@ -151,7 +151,7 @@ def _bwd_train(
     g: Tensor, wrt: Mask, saved: Saved, shapes: Shapes, *, momentum: float, eps: float
 ) -> Grads:
     if not g.numel():
-        return _zeros(g, wrt, shapes)
+        return zeros(g, wrt, shapes)
     if wrt == {"bias"}:
         return {"bias": _bias_gradient(g, shapes)}
     weight = saved["weight"] if "x" in wrt else None

@@ -20,7 +20,7 @@ from torch.compiler import is_dynamo_compiling
 from .. import kernels, spec
 from ..function import INPUT, WEIGHT, Grads, Mask, Saved, Shapes, define, for_stock, widened
 from ..kernels.memory import FORMATS
-from .batch_norm import batch_norm, by_batch, weight_or_ones
+from .batch_norm import batch_norm, by_batch, weight_or_ones, zeros
 from .module import drop_in
 from .norm import (
     Gs,
@@ -243,9 +243,8 @@ def _instance_bwd(
     g: Tensor, wrt: Mask, saved: Saved, shapes: Shapes, *, momentum: float, eps: float
 ) -> Grads:
     n = g.shape[0]
-    if is_size(g.numel(), 0):  # the kernel divides by the number of elements
-        wanted = {name: shapes[name] for name in wrt}
-        return {n: g.new_zeros(w.shape, dtype=w.dtype) for n, w in wanted.items() if w is not None}
+    if is_size(g.numel(), 0):
+        return zeros(g, wrt, shapes)
     if wrt == {"bias"}:
         return {"bias": like_argument(grouped(g, g.shape[1]).sum((0, 3)), shapes, "bias")}
     if (fast := at_once({"y": g}, wrt, saved, shapes, g.shape[1], "x", True)) is not None:
@@ -265,13 +264,10 @@ def _instance_bwd(
         eps,
         mask,
     )
-    grads = {}
-    if "x" in wrt:
-        grads["x"] = dx.view(g.shape)
-    if "weight" in wrt:
-        grads["weight"] = like_argument(dweight.view(n, -1).sum(0), shapes, "weight")
-    if "bias" in wrt:
-        grads["bias"] = like_argument(dbias.view(n, -1).sum(0), shapes, "bias")
+    grads = {"x": dx.view(g.shape)} if "x" in wrt else {}
+    for name, by_example in (("weight", dweight), ("bias", dbias)):
+        if name in wrt:
+            grads[name] = like_argument(by_example.view(n, -1).sum(0), shapes, name)
     return grads
 
 
