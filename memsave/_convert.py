@@ -10,6 +10,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import MethodType
 from typing import Any, Literal, NamedTuple
 
 from torch import nn
@@ -74,8 +75,9 @@ def convert(
     is least depends on what the neighbours keep. With example inputs, the model runs forward a few
     times, on fake tensors that take neither memory nor time, and each layer gets the row (or stays
     the stock layer) with which the whole model keeps least, for the parameters and inputs that want
-    a gradient now and the mode that the model is in. That is never more than stock keeps. Gradients
-    are right in any other case, too; to choose anew for it, convert again.
+    a gradient now and the mode that the model is in. That is never more than stock keeps (but
+    for a bit per element of LoRA's inputs, with dropout). Gradients are right in any other case,
+    too; to choose anew for it, convert again.
 
     Args:
         model: Any module; a stock layer itself is fine.
@@ -91,6 +93,7 @@ def convert(
 
     Raises:
         TypeError: ``model`` is not a module.
+        RuntimeError: There are ``example_inputs``, and FSDP has taken the model over.
         ValueError: ``policy`` returned a row that it was not offered, or there are
             ``example_inputs`` besides. Nothing is converted then.
 
@@ -151,7 +154,9 @@ def _entries(model: nn.Module) -> Iterator[Entry]:
         elif _layer_class(module) in ROWS:
             yield Entry(name, layer, "skipped", "keeps what the table says as it is")
         elif _stock_class(module):
-            yield Entry(name, layer, "convertible", "")
+            replaced = _is_replaced(module)
+            why = "its forward is replaced by another" if replaced else ""
+            yield Entry(name, layer, "skipped" if replaced else "convertible", why)
         elif stock is not None:
             own = "forward" in _defined_between(type(module), stock)
             why = "with a forward of its own" if own else "which may mean more than its base"
@@ -197,7 +202,9 @@ def layers(model: nn.Module, filter_fn: Filter | None = None) -> dict[nn.Module,
     return {
         module: name
         for name, module in model.named_modules()
-        if offered(_origin(module)) and (filter_fn is None or filter_fn(module, name))
+        if offered(_origin(module))
+        and not (_stock_class(module) and _is_replaced(module))
+        and (filter_fn is None or filter_fn(module, name))
     }
 
 
@@ -292,8 +299,27 @@ def _set_class(module: nn.Module, cls: Class) -> None:
 
 
 def _become(module: nn.Module, cls: Class) -> None:
+    attributes, bound = vars(module), _bound_forwards(module)
     module.__class__ = cls
+    for name in bound:
+        attributes[name] = MethodType(cls.forward, module)
     # What torch 2.11 compiled looks at the class again only if some dictionary has changed.
-    attributes = vars(module)
     attributes["_changed"] = True
     del attributes["_changed"]
+
+
+def _bound_forwards(module: nn.Module) -> list[str]:
+    """Attributes of the module itself that are the forward of its class: who puts another one in
+    its place (as the hooks of accelerate) may call it by them.
+    """
+    forward = MethodType(type(module).forward, module)
+    return [name for name, value in vars(module).items() if _is_method(value) and value == forward]
+
+
+def _is_method(value: Any) -> bool:
+    return type(value) is MethodType
+
+
+def _is_replaced(module: nn.Module) -> bool:
+    """Whether a call of the module need not come to the forward of its class."""
+    return "forward" in vars(module) and not _bound_forwards(module)

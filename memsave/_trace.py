@@ -5,6 +5,8 @@ predicts of them. By default on fake tensors, which have shapes and storages but
 from __future__ import annotations
 
 import copy
+import random
+import sys
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
@@ -29,10 +31,12 @@ from torch.nn.modules.module import (
     register_module_forward_hook,
     register_module_forward_pre_hook,
 )
+from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from .function import Call, observe
+from .layers.module import OF_RECORDERS
 from .spec import Layer
 
 Trainable = Callable[[nn.Module, str], bool]
@@ -91,7 +95,7 @@ class Held:
 
     @property
     def nbytes(self) -> int:
-        return self.tensor.untyped_storage().nbytes()
+        return sum(part.untyped_storage().nbytes() for part in _parts(self.tensor))
 
 
 @dataclass(frozen=True)
@@ -106,7 +110,23 @@ class Prediction:
 
 def storage_key(tensor: Tensor) -> int:
     """Identifies a tensor's storage while it lives; views of one tensor have one key."""
-    return StorageWeakRef(tensor.untyped_storage()).cdata
+    return _reference(tensor).cdata
+
+
+def _reference(tensor: Tensor) -> StorageWeakRef:
+    return StorageWeakRef(_parts(tensor)[-1].untyped_storage())
+
+
+def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
+    """The tensor itself, or those of which a sparse one is made; the values come last."""
+    layout = tensor.layout
+    if layout is torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return (tensor,)
 
 
 class Recorder(TorchFunctionMode):
@@ -131,11 +151,13 @@ class Recorder(TorchFunctionMode):
         self.predictions: list[Prediction] = []
 
     def __enter__(self) -> Recorder:
-        # Hooks of the modules' own would be seen: a layer may do without calling its activation.
+        # Hooks that are seen would change what is kept: a layer may do without its activation.
         before = register_module_forward_pre_hook(self._enter)
         after = register_module_forward_hook(self._leave, with_kwargs=True)
         self._stack.callback(before.remove)
         self._stack.callback(after.remove)
+        OF_RECORDERS.update((before.id, after.id))
+        self._stack.callback(OF_RECORDERS.difference_update, (before.id, after.id))
         # remove() forgets this one (torch 2.13), and torch.compile would warn of a global hook.
         self._stack.callback(_global_forward_hooks_with_kwargs.pop, after.id, None)
         self._stack.enter_context(observe(self._observe))
@@ -160,7 +182,7 @@ class Recorder(TorchFunctionMode):
 
     def _note(self, values: Any) -> list[int]:
         tensors = [value for value in tree_leaves(values) if isinstance(value, Tensor)]
-        references = [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]
+        references = [_reference(tensor) for tensor in tensors]
         self._references += references
         return [reference.cdata for reference in references]
 
@@ -245,7 +267,10 @@ def _dry_state(
         owner = modules[name.rpartition(".")[0]]
         wanted = parameter.requires_grad if trainable is None else trainable(owner, name)
         if parameter not in made:
-            made[parameter] = _stand_in(parameter, fake).requires_grad_(wanted)
+            made[parameter] = _stand_in(parameter, fake)
+            if fake is None:  # Hooks may put others of the same class in their place.
+                made[parameter] = nn.Parameter(made[parameter], wanted)
+            made[parameter].requires_grad_(wanted)
         elif wanted:
             made[parameter].requires_grad_()
         put(name, made[parameter])
@@ -263,12 +288,24 @@ def _is_uninitialized(module: nn.Module) -> bool:
 @contextmanager
 def _left_as_it_was(model: nn.Module) -> Iterator[None]:
     """Undo in the end what a forward has set in its modules (a cache, a counter), which may be fake
-    tensors.
+    tensors, or has drawn.
     """
     attributes = [(m, type(m), dict(vars(m)), _contents(m)) for m in model.modules()]
+    plain, generators = _state_beside(model)
+    numpy = sys.modules.get("numpy.random")
+    drawn = random.getstate(), numpy and numpy.get_state()
     try:
         yield
     finally:
+        random.setstate(drawn[0])
+        if numpy:
+            numpy.set_state(drawn[1])
+        for generator, state in generators:
+            generator.set_state(state)
+        for tensor, version, before in plain:
+            if tensor._version != version:
+                with torch.no_grad():
+                    tensor.copy_(before)
         for module, cls, before, contents in attributes:
             if type(module) is not cls:
                 module.__class__ = cls
@@ -295,6 +332,27 @@ def _contents(module: nn.Module) -> list[tuple[Any, Any]]:
     return [*found.values()]
 
 
+def _state_beside(model: nn.Module) -> tuple[list[Any], list[Any]]:
+    """Tensors that are neither parameters nor buffers, with their versions and copies; and random
+    generators, with their states.
+    """
+    state = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    found: dict[int, Any] = {}
+    for module in model.modules():
+        values = [*vars(module).values()]
+        for container, _ in _contents(module):
+            values += container.values() if isinstance(container, dict) else container
+        found |= {id(value): value for value in values if id(value) not in state}
+    tensors = [
+        value for value in found.values() if type(value) is Tensor and not value.is_inference()
+    ]
+    generators = [value for value in found.values() if isinstance(value, torch.Generator)]
+    return (
+        [(tensor, tensor._version, tensor.detach().clone()) for tensor in tensors],
+        [(generator, generator.get_state()) for generator in generators],
+    )
+
+
 def _copied(value: Any) -> Any:
     """An input that is no tensor, as a cache, which a forward may fill."""
     if isinstance(value, nn.Module):
@@ -309,7 +367,7 @@ _CONTAINERS = {list, dict, set, OrderedDict}
 
 
 def _stand_in(tensor: Tensor, fake: FakeTensorMode | None) -> Tensor:
-    if fake is None:
+    if fake is None or tensor.layout is not torch.strided:
         return tensor.detach().clone()  # A forward may overwrite it.
     # A meta tensor has no device of its own; any serves.
     device = "cpu" if tensor.device.type == "meta" else tensor.device
@@ -317,6 +375,7 @@ def _stand_in(tensor: Tensor, fake: FakeTensorMode | None) -> Tensor:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
 
+@torch.inference_mode(False)
 def run(
     model: nn.Module,
     inputs: tuple[Any, ...],
@@ -335,6 +394,11 @@ def run(
             return run(model, inputs, kwargs, trainable, fake=True)
         except Exception:  # Fake tensors know less than real ones; of a mistake these tell, too.
             return run(model, inputs, kwargs, trainable, fake=False)
+    if any(map(_is_sharded, model.modules())):
+        raise RuntimeError(
+            "FSDP has taken this model over, and would take the stand-ins of a dry run for its own "
+            "parameters: run it before the model is sharded (or convert without example inputs)"
+        )
     mode = FakeTensorMode(allow_non_fake_inputs=True) if fake else None
     state = _dry_state(model, trainable, mode)
 
@@ -345,11 +409,14 @@ def run(
 
     inputs, kwargs = tree_map(own, (inputs, kwargs))
     with (
-        torch.random.fork_rng(_cuda_devices(), enabled=not fake),
+        torch.random.fork_rng(_cuda_devices()),
         torch.enable_grad(),
         _left_as_it_was(model),
         Recorder(model) as recorder,
     ):
+        for module in model.modules():
+            if isinstance(module, DistributedDataParallel):  # There is no backward to wait for.
+                module.require_backward_grad_sync = module.require_forward_param_sync = False
         try:
             with mode or nullcontext():
                 output = torch.func.functional_call(model, state, inputs, kwargs)
@@ -365,6 +432,16 @@ def run(
     trace = Trace(recorder.held(), recorder.calls, recorder.predictions, free, given)
     del output
     return trace
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    """Whether FSDP runs in its calls, or another of torch's ways to distribute what is there."""
+    involved = [type(module), *module._forward_pre_hooks.values()]
+    names = [getattr(one, "__module__", None) or "" for one in involved]
+    return any(name.startswith(_DISTRIBUTED) for name in names)
+
+
+_DISTRIBUTED = ("torch.distributed.fsdp", "torch.distributed._composable")
 
 
 def _cuda_devices() -> list[int]:

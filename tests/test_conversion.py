@@ -387,6 +387,40 @@ def test_a_forward_on_the_instance() -> None:
     layer.forward = lambda x: x + 1
     model = memsave.convert(nn.Sequential(layer, nn.ReLU()))
     same(model(torch.zeros(2)), torch.ones(2))
+    skipped, converted = memsave.coverage(model)
+    assert (skipped.status, skipped.reason) == ("skipped", "its forward is replaced by another")
+    assert (type(layer), converted.status) == (nn.ReLU, "converted")
+
+
+@pytest.mark.parametrize("first", ["hooks", "convert"])
+@pytest.mark.parametrize("measured", [False, True])
+def test_hooks_of_accelerate(first: str, measured: bool) -> None:
+    """They put another forward into each module, which calls the one that they have found."""
+    hooks = pytest.importorskip("accelerate.hooks")
+
+    def add() -> None:
+        for module in model:
+            hooks.add_hook_to_module(module, hooks.AlignDevicesHook(execution_device="cpu"))
+
+    x = torch.randn(8, 64, requires_grad=True)
+    model = nn.Sequential(nn.Linear(64, 64), nn.LeakyReLU(), nn.Softplus(), nn.LayerNorm(64))
+    model.requires_grad_(False)
+    stock = copy.deepcopy(model)
+    changes: list[Callable[[], object]] = [
+        add,
+        lambda: memsave.convert(model, x if measured else None),
+    ]
+    for change in changes if first == "hooks" else reversed(changes):
+        change()
+    sizes = [helpers.kept(lambda m=m: m(x), [x, *m.parameters()]) for m in (stock, model)]
+    assert sizes[1] < sizes[0]
+    same(helpers.step(model, x), helpers.step(stock, x))
+    memsave.revert(model)
+    assert helpers.kept(lambda: model(x), [x, *model.parameters()]) == sizes[0]
+    memsave.convert(model)
+    hooks.remove_hook_from_submodules(model)
+    assert helpers.kept(lambda: model(x), [x, *model.parameters()]) < sizes[0]
+    same(helpers.step(memsave.revert(model), x), helpers.step(stock, x))
 
 
 def test_sync_batch_norm() -> None:

@@ -95,6 +95,19 @@ def _ddp(rank: int) -> None:
             assert type(after.module.features[0]) is memsave.nn.Conv2d
             same(gradients(before, rank), expected)
             same(gradients(after, rank), expected)
+    # A dry run prepares no reducer for a backward that never comes, and tells the others nothing.
+    wrapped = DistributedDataParallel(network(True), find_unused_parameters=True)
+    expected = gradients(wrapped, rank)
+    wrapped = DistributedDataParallel(network(True), find_unused_parameters=True)
+    x = torch.ones(3, 3, 8, 8).double()
+    if rank == 0:
+        memsave.report(wrapped, x)
+    memsave.convert(wrapped, x)
+    with wrapped.no_sync():
+        wrapped(x).sum().backward()
+    dist.barrier()
+    fresh = memsave.convert(DistributedDataParallel(network(True)), x)
+    same(gradients(fresh, rank), expected)
 
 
 def _sharded(model: nn.Module) -> nn.Module:
@@ -114,6 +127,11 @@ def _fsdp(rank: int) -> None:
     assert listed["features.0"].status == "skipped"
     assert listed["features.1"].status == "converted"
     same(gradients(memsave.revert(after), rank)["head.bias"], expected["head.bias"])
+    sharded, x = _sharded(network()), torch.ones(3, 3, 8, 8).double()
+    for dry_run in (memsave.report, memsave.convert):
+        with pytest.raises(RuntimeError, match="before the model is sharded"):
+            dry_run(sharded, x)
+    same(gradients(sharded, rank), expected)
 
 
 def _dtensor(rank: int) -> None:

@@ -868,12 +868,26 @@ def test_leaks_and_nans_are_looked_for(row: Layer, form: str) -> None:
 def test_integers_and_complex_numbers_are_stock(form: str) -> None:
     with function.using(form):
         assert F.relu(jnp.arange(-2, 3)).tolist() == [0, 0, 0, 1, 2]
+        slope, integers = jnp.full(1, 0.25), jnp.arange(-2, 3)
+        assert jax.grad(lambda w: F.prelu(integers, w).sum() * 1.0)(slope).tolist() == [0]
         x = jnp.array([[1 + 2j, 3.0], [0, 1j]])
         y, _, _ = F.batch_norm(x, None, None, use_running_average=False)
         assert jnp.iscomplexobj(y)
         jax.grad(
             lambda x: jnp.abs(F.batch_norm(x, None, None, use_running_average=False)[0]).sum()
         )(x)
+
+
+@pytest.mark.parametrize("name", ["elu", "selu"])
+def test_second_derivatives_from_outputs_that_are_infinite(name: str) -> None:
+    """(Of CELU, stock's is nan.)"""
+    x = jnp.array([-1.0, 2.0, jnp.inf])
+
+    def twice(function: Function) -> Any:
+        slope = jax.grad(lambda x: function(x) ** 2)
+        return [jax.vmap(twofold(slope))(x) for twofold in (jax.jacfwd, jax.jacrev)]
+
+    assert_close(twice(getattr(F, f"{name}_from_output")), twice(getattr(jax.nn, name)))
 
 
 def test_derivative_that_the_table_does_not_have_is_stocks() -> None:

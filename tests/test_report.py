@@ -1,17 +1,21 @@
 """The report: it measures what autograd keeps, agrees with the table, and says why."""
 
 import gc
+import random
 import threading
 import weakref
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import same
 from torch import nn
 from torch.nn.utils import parametrize
 
 import memsave
+import memsave.nn
 from memsave._trace import Recorder, storage_key
 
 
@@ -353,6 +357,85 @@ def test_what_other_threads_do_meanwhile_is_not_reported():
     report = memsave.report(model, torch.ones(16))
     assert len(kept) > 0
     assert report.table == report.now == report.converted == 2
+
+
+class Draws(nn.Module):
+    """State that is neither parameter nor buffer, and random numbers from everywhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.ReLU()
+        self.average = torch.zeros(4)
+        self.averages = {"a": torch.zeros(4)}
+        self.generator = torch.Generator().manual_seed(0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.average.add_(1 + random.random())
+        self.averages["a"].add_(1 + np.random.rand())
+        torch.rand(4, generator=self.generator)
+        return self.layer(x)
+
+    def state(self) -> object:
+        average, averages = self.average.clone(), self.averages["a"].clone()
+        drawn = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
+        return average, averages, self.generator.get_state(), drawn
+
+
+@pytest.mark.parametrize("fake", [True, False])
+def test_a_dry_run_draws_nothing(fake: bool) -> None:
+    model = Draws()
+    before = model.state()
+    memsave.report(model, torch.ones(4, requires_grad=True), fake=fake)
+    memsave.convert(model, torch.ones(4, requires_grad=True))
+    same(model.state(), before)
+
+
+class Graph(nn.Module):
+    """As of a graph network: an adjacency that is an input, and one that is an attribute."""
+
+    def __init__(self, adjacency: torch.Tensor) -> None:
+        super().__init__()
+        self.layer, self.adjacency = nn.Linear(4, 4), adjacency
+
+    def forward(self, x: torch.Tensor, adjacency: torch.Tensor) -> torch.Tensor:
+        return torch.relu(adjacency @ self.layer(self.adjacency @ x))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse (CSR|CSC) tensor support is in beta")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc])
+def test_sparse_tensors(layout: torch.layout) -> None:
+    adjacency = torch.eye(3).to_sparse(layout=layout)
+    model, x = Graph(adjacency), torch.ones(3, 4)
+    for fake in (True, False):
+        report = memsave.report(model, x, adjacency, fake=fake)
+        assert report.rows[0].stock == x.nbytes
+    memsave.convert(model, (x, adjacency))
+    assert type(model.layer) is memsave.nn.Linear
+
+
+@pytest.mark.parametrize("fake", [True, False])
+def test_inference_mode(fake: bool) -> None:
+    """It holds where it is called: there is a graph within the dry run."""
+    with torch.inference_mode():
+        model, x = Net(), torch.ones(2, 3, 8, 8)
+        report = memsave.report(model, x, fake=fake)
+        memsave.convert(model, x)
+        assert torch.is_inference_mode_enabled()
+    assert report.converted < report.stock
+
+
+def test_a_model_that_is_offloaded() -> None:
+    """Its parameters are elsewhere, and come with each call."""
+    accelerate = pytest.importorskip("accelerate")
+
+    model = nn.Sequential(nn.Linear(8, 8), nn.LeakyReLU(), nn.Linear(8, 8))
+    x = torch.ones(2, 8)
+    expected = model(x)
+    accelerate.cpu_offload(model, torch.device("cpu"))
+    memsave.convert(model, x)
+    assert memsave.report(model, x, fake=False).rows[1].layer == "LeakyReLU"
+    assert [p.device.type for p in model.parameters()] == ["meta"] * 4
+    same(model(x), expected)
 
 
 class Cache:

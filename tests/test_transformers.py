@@ -15,11 +15,13 @@ from properties import DERIVATIVES, PROPERTIES
 from strategies import accepted, label, wanted
 from test_properties import holds_for
 from torch import Tensor, fx, nn
+from torch.nn.modules.module import register_module_forward_hook
 from torch_backend import Torch
 
 import memsave
 from memsave import extensions
 from memsave.function import RULES
+from memsave.layers.module import STOCK
 
 pytest.importorskip("transformers")
 
@@ -202,6 +204,38 @@ def test_hooks_of_the_activation_run(hook: str) -> None:
     getattr(layer.act_fn, hook)(lambda *args: seen.append(1))
     step(layer, torch.randn(3, 16, requires_grad=True))
     assert seen == [1]
+
+
+def test_hooks_of_all_modules_see_the_activation() -> None:
+    layer = memsave.convert(mlp(*MLPS[0], activations.SiLUActivation()))
+    seen = []
+    handle = register_module_forward_hook(lambda module, *_: seen.append(module))
+    try:
+        step(layer, torch.randn(3, 16, requires_grad=True))
+    finally:
+        handle.remove()
+    assert layer.act_fn in seen
+
+
+def test_an_activation_with_another_forward() -> None:
+    layer = mlp(*MLPS[0], activations.SiLUActivation())
+    layer.act_fn.forward = torch.tanh
+    x = torch.randn(3, 16, requires_grad=True)
+    expected = step(layer, x)
+    same(step(memsave.convert(layer), x), expected)
+
+
+def test_pickles_of_layers_that_somebody_else_registers_for() -> None:
+    """What they are must not depend on the place among those that are offered."""
+    layer = memsave.convert(mlp(*MLPS[0], activations.SiLUActivation()))
+
+    @memsave.register(memsave.spec.SWIGLU)
+    class Other(STOCK[type(layer)]):
+        pass
+
+    saved = pickle.dumps(layer)
+    memsave.unregister(Other)
+    assert type(pickle.loads(saved)) is type(layer)
 
 
 def test_children_are_called() -> None:

@@ -194,7 +194,7 @@ class ELUFromOutput(nn.ELU):
 
     def forward(self, input: Tensor) -> Tensor:
         if self.alpha < 0 or _is_narrow(input):  # not one to one
-            return super().forward(input)
+            return nn.ELU.forward(self, input)
         return _elu_from_output(input, alpha=self.alpha, inplace=self.inplace)
 
 
@@ -206,7 +206,7 @@ class CELUFromOutput(nn.CELU):
 
     def forward(self, input: Tensor) -> Tensor:
         if self.alpha <= 0 or _is_narrow(input):
-            return super().forward(input)
+            return nn.CELU.forward(self, input)
         return _celu_from_output(input, alpha=self.alpha, inplace=self.inplace)
 
 
@@ -218,7 +218,7 @@ class SELUFromOutput(nn.SELU):
 
     def forward(self, input: Tensor) -> Tensor:
         if _is_narrow(input):
-            return super().forward(input)
+            return nn.SELU.forward(self, input)
         return _selu_from_output(input, inplace=self.inplace)
 
 
@@ -236,7 +236,7 @@ class SoftplusFromOutput(nn.Softplus):
 
     def forward(self, input: Tensor) -> Tensor:
         if self.beta <= 0 or math.exp(-self.threshold) > _EPS.get(input.dtype, 0.0):
-            return super().forward(input)
+            return nn.Softplus.forward(self, input)
         return _softplus_from_output(input, beta=self.beta, threshold=self.threshold)
 
 

@@ -117,7 +117,7 @@ class EmbeddingCompact(nn.Embedding):
 
     def forward(self, input: Tensor) -> Tensor:
         if self.sparse or self.max_norm is not None:
-            return super().forward(input)
+            return nn.Embedding.forward(self, input)
         return _embedding_compact(
             self.weight,
             input,

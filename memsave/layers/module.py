@@ -8,6 +8,12 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from torch import fx, nn
+from torch.nn.modules.module import (
+    _global_backward_hooks,
+    _global_backward_pre_hooks,
+    _global_forward_hooks,
+    _global_forward_pre_hooks,
+)
 
 from .. import extensions
 from ..spec import Layer
@@ -110,21 +116,25 @@ def _register(rows: tuple[Layer, ...], *, default: bool) -> Callable[[M], M]:
 def derive(stock: Class, forward: Callable[..., Any], *rows: Layer) -> Class:
     """Make and register a drop-in with this ``forward``, for a class that is one of many.
 
-    No module has it by name, so its instances pickle as one of those offered for the stock class.
+    No module has it by name, so its instances pickle as the one of these rows that is made for the
+    stock class (or, where none is, as that).
     """
 
+    names = tuple(row.name for row in rows)
+
     def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
-        place = offered(stock).index(cls) if cls in offered(stock) else None
-        return _rebuild, (stock, place), self.__getstate__()  # type: ignore[operator]
+        return _rebuild, (stock, names), self.__getstate__()  # type: ignore[operator]
 
     body = {"forward": forward, "__reduce_ex__": __reduce_ex__, "__doc__": stock.__doc__}
     cls: Class = type(stock.__name__, (stock,), {**body, "__module__": __name__})
     return drop_in(*rows)(cls)
 
 
-def _rebuild(stock: Class, place: int | None) -> nn.Module:
+def _rebuild(stock: Class, names: tuple[str, ...]) -> nn.Module:
     extensions.load()
-    cls = stock if place is None else offered(stock)[place]
+    made = [cls for cls in offered(stock) if cls.__module__ == __name__]
+    of_rows = [cls for cls in made if tuple(row.name for row in ROWS[cls]) == names]
+    cls = of_rows[0] if of_rows else stock
     return cls.__new__(cls)
 
 
@@ -144,10 +154,22 @@ def unregister(cls: Class) -> None:
         del DROP_INS[STOCK[cls]]
 
 
+#: Hooks of all modules, by their number, that may miss calls within a layer.
+OF_RECORDERS: set[int] = set()
+
+
 def is_hooked(module: nn.Module) -> bool:
-    """Whether a call of it is seen by hooks of its own."""
+    """Whether somebody sees a call of it: by hooks, its own or those of all modules, or a forward
+    in place of its own.
+    """
     forward = module._forward_hooks or module._forward_pre_hooks
-    return bool(forward or module._backward_hooks or module._backward_pre_hooks)
+    if forward or module._backward_hooks or module._backward_pre_hooks:
+        return True
+    if "forward" in vars(module):
+        return True
+    every = (_global_forward_hooks, _global_forward_pre_hooks)
+    every += (_global_backward_hooks, _global_backward_pre_hooks)
+    return any(hooks and hooks.keys() - OF_RECORDERS for hooks in every)
 
 
 def _dress(cls: Class, stock: Class) -> None:

@@ -167,7 +167,12 @@ def _define_prelu(row: Layer, positive: Function, fwd: Function | None) -> Funct
         return _prelu_bwd(positive, g, wrt, saved, shapes)
 
     layout = {"x": "n *s c", "y": "n *s c", **dict.fromkeys(row.extras, "n *s c")}
-    return define(row, _prelu_primal, bwd, fwd, layout=layout)
+    return define(row, _prelu_primal, bwd, fwd, layout=layout, stock_op=_of_integers)
+
+
+def _of_integers(x: Array, weight: Array) -> bool:
+    """Which have no gradient to take that of the slope from."""
+    return not jnp.issubdtype(x.dtype, jnp.inexact)
 
 
 _prelu = _define_prelu(

@@ -91,15 +91,20 @@ def _tanh_gradient(g: Array, y: Array) -> Array:
 
 
 def _elu_gradient(g: Array, y: Array, *, alpha: float = 1.0) -> Array:
-    return g * jnp.where(y > 0, 1, y + alpha)
+    return jnp.where(y > 0, g, g * (_negative(y) + alpha))
 
 
 def _celu_gradient(g: Array, y: Array, *, alpha: float = 1.0) -> Array:
-    return g * jnp.where(y > 0, 1, y / alpha + 1)
+    return jnp.where(y > 0, g, g * (_negative(y) / alpha + 1))
 
 
 def _selu_gradient(g: Array, y: Array) -> Array:
-    return g * jnp.where(y > 0, SELU_SCALE, y + SELU_SCALE * SELU_ALPHA)
+    return jnp.where(y > 0, g * SELU_SCALE, g * (_negative(y) + SELU_SCALE * SELU_ALPHA))
+
+
+def _negative(y: Array) -> Array:
+    """(Of what is not selected, too, infinity would give nan to second derivatives.)"""
+    return jnp.where(y > 0, 0, y)
 
 
 def _softplus_gradient(
