@@ -8,7 +8,10 @@
 
 /* To be counted up, in native.py too, with each change of what is below or of what Python calls: so that
    nothing runs that was compiled from another state of the sources. */
-enum { INTERFACE = 13 };
+enum { INTERFACE = 14 };
+
+/* Kinds of numbers. */
+enum { OF_FLOAT, OF_DOUBLE, OF_BFLOAT16, OF_FLOAT16 };
 
 /* What some of the work is, from start to end, and by which thread. */
 typedef void Loop(const void *work, ptrdiff_t start, ptrdiff_t end, ptrdiff_t thread);
@@ -75,8 +78,8 @@ typedef struct {
     Loop *(*of)(ptrdiff_t family, int code, int bits);
     /* Over all elements, by at most so many threads. It does not need Python's lock. */
     void (*run)(Loop *loop, const Arrays *arrays, ptrdiff_t elements, ptrdiff_t threads);
-    /* Max pooling of floats or doubles, whose channels are stored last or count as planes; the same. */
-    void (*pool)(int backwards, int is_double, const void *x, void *y, uint8_t *offsets, ptrdiff_t planes,
+    /* Max pooling of a kind of number; whose channels are stored last, or count as planes; the same. */
+    void (*pool)(int backwards, int kind, const void *x, void *y, uint8_t *offsets, ptrdiff_t planes,
                  ptrdiff_t channels, const Window *window, ptrdiff_t threads);
     void (*adaptive_pool)(const Adaptive *adaptive, int is_double, ptrdiff_t planes, ptrdiff_t threads);
     /* Rows of floats or doubles, or groups of several places; the same, with these threads. */

@@ -22,81 +22,111 @@ typedef Py_ssize_t size;
 
 static inline size at_most(size a, size b) { return a < b ? a : b; }
 
-#define ARRAYS(T)                                                                       \
+/* bfloat16, as integers of its bits: the upper half of a float. */
+static inline float of_bfloat16(uint16_t half) {
+    const uint32_t bits = (uint32_t)half << 16;
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
+/* (Of nan, of what was bfloat16: its lower half is 0.) */
+static inline uint16_t back_to_bfloat16(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, 4);
+    return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+static inline uint16_t to_bfloat16(float value) { return value != value ? 0x7fc0 : back_to_bfloat16(value); }
+
+/* Elements are STORED, and LOADed to be computed as T; the two numbers come exactly, and stored. */
+#define ARRAYS(T, STORED, LOAD, STORE)                                                  \
     const Arrays *arrays = work;                                                        \
     (void)thread;                                                                       \
-    const T *x = arrays->x, a = (T)arrays->a, b = (T)arrays->b;                         \
-    T *y = arrays->y;                                                                   \
+    const T a = (T)arrays->a, b = (T)arrays->b;                                         \
+    const STORED stored_a = STORE(a), stored_b = STORE(b);                              \
+    const T near_a = LOAD(stored_a), near_b = LOAD(stored_b);                           \
+    const STORED *x = arrays->x;                                                        \
+    STORED *y = arrays->y;                                                              \
     uint8_t *bits = arrays->bits;                                                       \
-    (void)y, (void)a, (void)b
+    (void)y, (void)near_a, (void)near_b
 
 /* From x to bits: DO, of the element v = x[j], says `flag`, and may say y[j]. */
-#define TO_BITS(NAME, T, WORD, DO)                                                      \
+#define TO_BITS(NAME, T, STORED, LOAD, STORE, WORD, DO)                                 \
     WIDE_LOOP void NAME(const void *work, size start, size end, size thread) {          \
-        ARRAYS(T);                                                                      \
+        ARRAYS(T, STORED, LOAD, STORE);                                                 \
         size i = start;                                                                 \
         for (; end - i >= BITS(WORD); i += BITS(WORD)) {                                \
             WORD word = 0;                                                              \
-            UNITED(word) for (size k = 0; k < BITS(WORD); k++) TO_BIT(T, WORD, DO)      \
+            UNITED(word) for (size k = 0; k < BITS(WORD); k++) TO_BIT(T, LOAD, WORD, DO) \
             memcpy(bits + i / 8, &word, sizeof(WORD));                                  \
         }                                                                               \
         WORD word = 0;                                                                  \
-        for (size k = 0; k < end - i; k++) TO_BIT(T, WORD, DO)                          \
+        for (size k = 0; k < end - i; k++) TO_BIT(T, LOAD, WORD, DO)                    \
         memcpy(bits + i / 8, &word, (size_t)(end - i + 7) / 8);                         \
     }
-#define TO_BIT(T, WORD, DO)                                                             \
+#define TO_BIT(T, LOAD, WORD, DO)                                                       \
     {                                                                                   \
         const size j = i + k;                                                           \
-        const T v = x[j];                                                               \
+        const T v = LOAD(x[j]);                                                         \
         int flag;                                                                       \
         DO;                                                                             \
         word |= flag ? BIT_OF_##WORD[k] : 0;                                            \
     }
 
 /* From x and bits to y: y[j] = VALUE, of the element v = x[j] and its flag. */
-#define FROM_BITS(NAME, T, WORD, VALUE)                                                 \
-    LOOP void NAME(const void *work, size start, size end, size thread) {               \
-        ARRAYS(T);                                                                      \
+#define FROM_BITS(CLONES, NAME, T, STORED, LOAD, STORE, WORD, VALUE)                    \
+    CLONES void NAME(const void *work, size start, size end, size thread) {             \
+        ARRAYS(T, STORED, LOAD, STORE);                                                 \
         size i = start;                                                                 \
         WORD word = 0;                                                                  \
         for (; end - i >= BITS(WORD); i += BITS(WORD)) {                                \
             memcpy(&word, bits + i / 8, sizeof(WORD));                                  \
-            EACH for (size k = 0; k < BITS(WORD); k++) OF_BIT(T, WORD, VALUE)           \
+            EACH for (size k = 0; k < BITS(WORD); k++) OF_BIT(T, STORED, LOAD, WORD, VALUE) \
         }                                                                               \
         memcpy(&word, bits + i / 8, (size_t)(end - i + 7) / 8);                         \
-        for (size k = 0; k < end - i; k++) OF_BIT(T, WORD, VALUE)                       \
+        for (size k = 0; k < end - i; k++) OF_BIT(T, STORED, LOAD, WORD, VALUE)         \
     }
-#define OF_BIT(T, WORD, VALUE)                                                          \
+#define OF_BIT(T, STORED, LOAD, WORD, VALUE)                                            \
     {                                                                                   \
-        const T v = x[i + k];                                                           \
+        const T v = LOAD(x[i + k]);                                                     \
         const WORD flag = word & BIT_OF_##WORD[k];                                      \
-        y[i + k] = (T)(VALUE);                                                          \
+        y[i + k] = (STORED)(VALUE);                                                     \
     }
 
-#define OF_FLOATS(T, WORD)                                                              \
-    TO_BITS(relu_##T, T, WORD, flag = !(v <= 0); y[j] = v < 0 ? 0 : v)                  \
-    TO_BITS(leaky_relu_##T, T, WORD, flag = v > 0; y[j] = v > 0 ? v : v * a)            \
-    TO_BITS(hardtanh_##T, T, WORD, flag = !(v <= a) & !(v >= b); const T w = v < a ? a : v; \
-            y[j] = w > b ? b : w)                                                       \
-    TO_BITS(threshold_##T, T, WORD, flag = !(v <= a); y[j] = v <= a ? b : v)            \
-    TO_BITS(hardshrink_##T, T, WORD, flag = !((v >= a) & (v <= b));                     \
-            y[j] = (v >= a) & (v <= b) ? 0 : v)                                         \
-    TO_BITS(softshrink_##T, T, WORD, flag = !((v >= a) & (v <= b)); const T w = v < a ? v - a : v - b; \
-            y[j] = (v >= a) & (v <= b) ? 0 : w)                                         \
-    TO_BITS(hardsigmoid_##T, T, WORD, flag = (v > a) & (v < b); const T w = v - a;      \
-            y[j] = (w < 0 ? 0 : w > b - a ? b - a : w) / (b - a))                       \
-    TO_BITS(above_##T, T, WORD, flag = v > a)                                           \
-    TO_BITS(within_##T, T, WORD, flag = (v > a) & (v < b))                              \
-    TO_BITS(not_outside_##T, T, WORD, flag = !((v <= a) | (v >= b)))                    \
-    TO_BITS(not_inside_##T, T, WORD, flag = !((v >= a) & (v <= b)))                     \
-    FROM_BITS(scale_##T, T, WORD, v * (flag ? a : b))                                   \
-    FROM_BITS(part_##T, T, WORD, flag ? v * a : 0)
-OF_FLOATS(float, uint32_t)
-OF_FLOATS(double, uint32_t)
+/* (In 16 bits torch rounds the numbers that elements are compared with, or multiplied by; but not the
+   bounds of hardtanh and threshold, and the slope of leaky ReLU.) */
+#define OF_FLOATS(NAME, T, STORED, LOAD, STORE, CLONES)                                 \
+    TO_BITS(leaky_relu_##NAME, T, STORED, LOAD, STORE, uint32_t, flag = v > 0; y[j] = v > 0 ? x[j] : STORE(v * a)) \
+    TO_BITS(hardtanh_##NAME, T, STORED, LOAD, STORE, uint32_t, flag = !(v <= a) & !(v >= b); \
+            const STORED w = v < a ? stored_a : x[j]; y[j] = LOAD(w) > b ? stored_b : w) \
+    TO_BITS(threshold_##NAME, T, STORED, LOAD, STORE, uint32_t, flag = !(v <= a); y[j] = v <= a ? stored_b : x[j]) \
+    TO_BITS(hardshrink_##NAME, T, STORED, LOAD, STORE, uint32_t,                        \
+            const int within = (v >= near_a) & (v <= near_b);                           \
+            flag = !within; y[j] = within ? 0 : x[j])                                   \
+    TO_BITS(hardsigmoid_##NAME, T, STORED, LOAD, STORE, uint32_t, flag = (v > a) & (v < b); const T w = v - a; \
+            y[j] = STORE((w < 0 ? 0 : w > b - a ? b - a : w) / (b - a)))                \
+    TO_BITS(above_##NAME, T, STORED, LOAD, STORE, uint32_t, flag = v > near_a)          \
+    TO_BITS(within_##NAME, T, STORED, LOAD, STORE, uint32_t, flag = (v > near_a) & (v < near_b)) \
+    TO_BITS(not_outside_##NAME, T, STORED, LOAD, STORE, uint32_t, flag = !((v <= a) | (v >= b))) \
+    TO_BITS(not_inside_##NAME, T, STORED, LOAD, STORE, uint32_t,                        \
+            flag = !((v >= near_a) & (v <= near_b)))                                    \
+    FROM_BITS(CLONES, scale_##NAME, T, STORED, LOAD, STORE, uint32_t, STORE(v * (flag ? near_a : near_b))) \
+    FROM_BITS(CLONES, part_##NAME, T, STORED, LOAD, STORE, uint32_t, STORE(flag ? v * a : 0))
+OF_FLOATS(float, float, float, , , LOOP)
+OF_FLOATS(double, double, double, , , LOOP)
+OF_FLOATS(bfloat16, float, uint16_t, of_bfloat16, back_to_bfloat16, WIDE_LOOP)
+
+#define OF_WIDE_FLOATS(T)                                                               \
+    TO_BITS(relu_##T, T, T, , , uint32_t, flag = !(v <= 0); y[j] = v < 0 ? 0 : v)       \
+    TO_BITS(softshrink_##T, T, T, , , uint32_t, const int within = (v >= a) & (v <= b); \
+            const T w = v < a ? v - a : v - b; flag = !within; y[j] = within ? 0 : w)
+OF_WIDE_FLOATS(float)
+OF_WIDE_FLOATS(double)
 
 /* bfloat16 and float16 as integers. */
 #define RELU_OF_HALF(NAME, INFINITE)                                                    \
-    TO_BITS(NAME, int16_t, uint16_t, const int16_t magnitude = v & 0x7fff;              \
+    TO_BITS(NAME, int16_t, int16_t, , , uint16_t, const int16_t magnitude = v & 0x7fff; \
             flag = (magnitude > INFINITE) | (v > 0);                                    \
             y[j] = (v < 0) & (magnitude <= INFINITE) & (magnitude != 0) ? 0 : v)
 RELU_OF_HALF(relu_bfloat16, 0x7f80)
@@ -111,16 +141,16 @@ static inline uint8_t byte_of(const uint8_t *booleans, size count) {
 
 /* (Not a LOOP, as vectors multiply such integers slowly.) */
 static void nonzero(const void *work, size start, size end, size thread) {
-    ARRAYS(uint8_t);
+    ARRAYS(uint8_t, uint8_t, , );
     size i = start;
     for (; end - i >= 8; i += 8) bits[i / 8] = byte_of(x + i, 8);
     if (i < end) bits[i / 8] = byte_of(x + i, end - i);
 }
 
-FROM_BITS(select_int8_t, int8_t, uint8_t, flag ? v : 0)
-FROM_BITS(select_int16_t, int16_t, uint16_t, flag ? v : 0)
-FROM_BITS(select_int32_t, int32_t, uint32_t, flag ? v : 0)
-FROM_BITS(select_int64_t, int64_t, uint32_t, flag ? v : 0)
+FROM_BITS(LOOP, select_int8_t, int8_t, int8_t, , , uint8_t, flag ? v : 0)
+FROM_BITS(LOOP, select_int16_t, int16_t, int16_t, , , uint16_t, flag ? v : 0)
+FROM_BITS(LOOP, select_int32_t, int32_t, int32_t, , , uint32_t, flag ? v : 0)
+FROM_BITS(LOOP, select_int64_t, int64_t, int64_t, , , uint32_t, flag ? v : 0)
 
 /* exp(u), and exp(u) - 1: with u = n log(2) + r they are 2^n (exp(r) - 1), and to that 2^n, or 2^n - 1. The
    series of exp(r) - 1 has as many terms as a float can tell. */
@@ -169,7 +199,7 @@ static inline float over_exponential(float g, float x) {
 /* Gradients of curves, by what is kept: g * (1 - exp(a * y)); g * tanh(x)^2; g / (1 + exp(x)). */
 #define FROM_CURVE(NAME, SLOPE)                                                         \
     WIDE_LOOP void NAME##_float(const void *work, size start, size end, size thread) {  \
-        ARRAYS(float);                                                                  \
+        ARRAYS(float, float, , );                                                       \
         const float *also = arrays->also;                                               \
         (void)bits, (void)a;                                                            \
         EACH for (size i = start; i < end; i++) {                                       \
@@ -201,19 +231,6 @@ WIDE_LOOP void softmax(const void *work, size start, size end, size thread) {
 
 /* Normalization, backwards: gradients of x, weight and bias, from x or from y. Of rows, or of groups
    of channels that have several places each. */
-
-static inline float of_bfloat16(uint16_t half) {
-    const uint32_t bits = (uint32_t)half << 16;
-    float value;
-    memcpy(&value, &bits, 4);
-    return value;
-}
-
-static inline uint16_t to_bfloat16(float value) {
-    uint32_t bits;
-    memcpy(&bits, &value, 4);
-    return value != value ? 0x7fc0 : (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-}
 
 #define NORM(NAME, T, STORED, LOAD, STORE)                                              \
     WIDE_LOOP void NAME(const void *work, size start, size end, size thread) {          \
@@ -482,16 +499,16 @@ static inline size steps(size start, size place, size step) {
 }
 
 /* Elements are taken together that lie beside each other: outputs of a row, or channels of one. */
-#define BETTER(STEP)                                                                    \
+#define BETTER(T, LOAD, STEP)                                                           \
     EACH for (size k = from; k < to; k++) {                                             \
-        const T v = x[k * (STEP)];                                                      \
+        const T v = LOAD(x[k * (STEP)]);                                                \
         const int better = (v > best[k]) | (v != v);                                    \
         best[k] = better ? v : best[k];                                                 \
         which[k] = better ? offset : which[k];                                          \
     }
 
 /* Of one window, from at0, at1 and at2 on. */
-#define ONE_MAXIMUM(T, AT1, AT2, OUTPUT)                                                \
+#define ONE_MAXIMUM(T, STORED, LOAD, STORE, AT1, AT2, OUTPUT)                           \
     {                                                                                   \
         const size from1 = AT1, from2 = AT2, skip1 = steps(from1, 0, dilation[1]);      \
         const size skip2 = steps(from2, 0, dilation[2]);                                \
@@ -501,29 +518,29 @@ static inline size steps(size start, size place, size step) {
         T best = (T)-INFINITY;                                                          \
         size which = (skip0 * kernel[1] + skip1) * kernel[2] + skip2;                   \
         if (!which && (end0 == kernel[0]) & (end1 == kernel[1]) & (end2 == kernel[2])) { \
-            const T *x = plane + (at0 * in[1] + from1) * in[2] + from2;                 \
+            const STORED *x = plane + (at0 * in[1] + from1) * in[2] + from2;            \
             for (size k = 0; k < kernel[0] * kernel[1] * kernel[2]; k++) {              \
-                const T v = x[pool->moves[k]];                                          \
+                const T v = LOAD(x[pool->moves[k]]);                                    \
                 if (v > best || v != v) best = v, which = k;                            \
             }                                                                           \
         } else                                                                          \
         for (size k0 = skip0; k0 < end0; k0++)                                          \
             for (size k1 = skip1; k1 < end1; k1++) {                                    \
-                const T *x = plane + ((at0 + k0 * dilation[0]) * in[1] + from1 + k1 * dilation[1]) * in[2]; \
+                const STORED *x = plane + ((at0 + k0 * dilation[0]) * in[1] + from1 + k1 * dilation[1]) * in[2]; \
                 const size offset = (k0 * kernel[1] + k1) * kernel[2];                  \
                 for (size k2 = skip2; k2 < end2; k2++) {                                \
-                    const T v = x[from2 + k2 * dilation[2]];                            \
+                    const T v = LOAD(x[from2 + k2 * dilation[2]]);                      \
                     if (v > best || v != v) best = v, which = offset + k2;              \
                 }                                                                       \
             }                                                                           \
-        y[OUTPUT] = best;                                                               \
+        y[OUTPUT] = STORE(best);                                                        \
         offsets[OUTPUT] = (uint8_t)which;                                               \
     }
 
 /* Forwards, for some rows of outputs: short ones several at a time, or, where there are few of them,
    one output after the other. Lines of large windows lie apart: those of the next rows are fetched
    ahead. */
-#define MAX_POOL(NAME)                                                                  \
+#define MAX_POOL(NAME, T, STORED, LOAD, STORE)                                          \
     LOOP void NAME(const void *work, size start, size end, size thread) {               \
         const Pool *pool = work;                                                        \
         const Window *window = &pool->window;                                           \
@@ -543,24 +560,24 @@ static inline size steps(size start, size place, size step) {
             const size at0 = row / out[1] % out[0] * stride[0] - window->padding[0];    \
             const size at1 = row % out[1] * stride[1] - window->padding[1];             \
             const size skip0 = steps(at0, 0, dilation[0]);                              \
-            const T *plane = (const T *)pool->x +                                       \
+            const STORED *plane = (const STORED *)pool->x +                             \
                              row / (out[0] * out[1]) * in[0] * in[1] * in[2] * channels; \
-            T *y = (T *)pool->y + row * out[2] * channels;                              \
+            STORED *y = (STORED *)pool->y + row * out[2] * channels;                    \
             uint8_t *offsets = pool->offsets + row * out[2] * channels;                 \
             rows = last || 2 * lane > BLOCK_OF_POOL ? 1 : BLOCK_OF_POOL / lane;         \
             rows = at_most(rows, at_most(out[1] - row % out[1], end - row));            \
             if (!last && rows * lane < FEW_OUTPUTS) {                                   \
                 for (size r = 0; r < rows; r++)                                         \
                     for (size k = 0; k < lane; k++)                                     \
-                        ONE_MAXIMUM(T, at1 + r * stride[1], k * step - window->padding[2], r * lane + k) \
+                        ONE_MAXIMUM(T, STORED, LOAD, STORE, at1 + r * stride[1], k * step - window->padding[2], r * lane + k) \
                 continue;                                                               \
             }                                                                           \
             if (are_apart && rows > 1 && row + rows < end) {                            \
                 const size from = row + rows, to0 = from / out[1] % out[0] * stride[0]; \
-                const T *next = (const T *)pool->x + from / (out[0] * out[1]) * in[0] * in[1] * in[2]; \
+                const STORED *next = (const STORED *)pool->x + from / (out[0] * out[1]) * in[0] * in[1] * in[2]; \
                 const size length = at_most(rows * stride[1], in[1]) * in[2];           \
                 for (size k0 = 0; k0 < at_most(kernel[0], in[0] - to0); k0++)           \
-                    for (size k = 0; k < length; k += 64 / (size)sizeof(T))             \
+                    for (size k = 0; k < length; k += 64 / (size)sizeof(STORED))        \
                         PREFETCH(next + (to0 + k0) * in[1] * in[2] + k);                \
             }                                                                           \
             for (size done = 0, count; done < out[2] * channels; done += count) {       \
@@ -592,25 +609,25 @@ static inline size steps(size start, size place, size step) {
                             }                                                           \
                             from = from < 0 ? 0 : from, to = at_most(to, count);        \
                             const size line0 = (at0 + k0 * dilation[0]) * in[1] + line1; \
-                            const T *x = plane + (line0 * in[2] + at2 + k2 * dilation[2]) * channels + \
+                            const STORED *x = plane + (line0 * in[2] + at2 + k2 * dilation[2]) * channels + \
                                          (last ? begin : 0);                            \
                             if (rows == 1) {                                            \
                                 if (first_row >= end_of_rows) continue;                 \
-                                if (step == 1) BETTER(1)                                \
-                                else if (step == 2) BETTER(2)                           \
-                                else BETTER(step)                                       \
+                                if (step == 1) BETTER(T, LOAD, 1)                       \
+                                else if (step == 2) BETTER(T, LOAD, 2)                  \
+                                else BETTER(T, LOAD, step)                              \
                                 continue;                                               \
                             }                                                           \
-                            T gathered[BLOCK_OF_POOL];                                  \
-                            for (size k = 0; k < rows * count; k++) gathered[k] = (T)-INFINITY; \
+                            STORED gathered[BLOCK_OF_POOL];                             \
+                            for (size k = 0; k < rows * count; k++) gathered[k] = STORE((T)-INFINITY); \
                             for (size r = first_row; r < end_of_rows; r++)              \
                                 for (size k = from; k < to; k++)                        \
                                     gathered[r * count + k] = x[r * stride[1] * in[2] + k * step]; \
                             x = gathered, from = 0, to = rows * count;                  \
-                            BETTER(1)                                                   \
+                            BETTER(T, LOAD, 1)                                          \
                         }                                                               \
                     }                                                                   \
-                for (size k = 0; k < rows * count; k++) y[done + k] = best[k];          \
+                for (size k = 0; k < rows * count; k++) y[done + k] = STORE(best[k]);   \
                 for (size k = 0; k < rows * count; k++) offsets[done + k] = (uint8_t)which[k]; \
             }                                                                           \
         }                                                                               \
@@ -660,18 +677,18 @@ ADAPTIVE_MAX_POOL(adaptive_max_pool_float, float)
 ADAPTIVE_MAX_POOL(adaptive_max_pool_double, double)
 
 /* Backwards, for some planes of x. Windows that overlap add up, in the order of the outputs. */
-#define UNPOOL(NAME)                                                                    \
+#define UNPOOL(NAME, STORED, LOAD, STORE)                                               \
     LOOP void NAME(const void *work, size start, size end, size thread) {               \
         const Pool *pool = work;                                                        \
         const Window *window = &pool->window;                                           \
         const size *in = window->in, *out = window->out, channels = pool->channels;     \
         const size places = in[0] * in[1] * in[2];                                      \
         size done = start * out[0] * out[1] * out[2] * channels;                        \
-        const T *g = pool->x;                                                           \
+        const STORED *g = pool->x;                                                      \
         (void)thread;                                                                   \
         for (size plane = start; plane < end; plane++) {                                \
-            T *dx = (T *)pool->y + plane * places * channels;                           \
-            memset(dx, 0, places * channels * sizeof(T));                               \
+            STORED *dx = (STORED *)pool->y + plane * places * channels;                 \
+            memset(dx, 0, places * channels * sizeof(STORED));                          \
             for (size o0 = 0; o0 < out[0]; o0++)                                        \
                 for (size o1 = 0; o1 < out[1]; o1++) {                                  \
                     const size at0 = o0 * window->stride[0] - window->padding[0];       \
@@ -681,20 +698,18 @@ ADAPTIVE_MAX_POOL(adaptive_max_pool_double, double)
                         for (size c = 0; c < channels; c++, done++) {                   \
                             const size place = at + pool->moves[pool->offsets[done]];   \
                             if ((size_t)place < (size_t)places) /* not so for another's offsets */ \
-                                dx[place * channels + c] += g[done];                    \
+                                dx[place * channels + c] = STORE(LOAD(dx[place * channels + c]) + LOAD(g[done])); \
                         }                                                               \
                 }                                                                       \
         }                                                                               \
     }
 
-#define T float
-MAX_POOL(max_pool_float)
-UNPOOL(unpool_float)
-#undef T
-#define T double
-MAX_POOL(max_pool_double)
-UNPOOL(unpool_double)
-#undef T
+MAX_POOL(max_pool_float, float, float, , )
+MAX_POOL(max_pool_double, double, double, , )
+MAX_POOL(max_pool_bfloat16, float, uint16_t, of_bfloat16, to_bfloat16)
+UNPOOL(unpool_float, float, , )
+UNPOOL(unpool_double, double, , )
+UNPOOL(unpool_bfloat16, uint16_t, of_bfloat16, to_bfloat16)
 
 /* Threads are those of the OpenMP runtime that torch has loaded, if it has: others would compete
    with them, which wait for more work actively. A fork has none of its parent's. (Where these were
@@ -767,7 +782,7 @@ static const Named NORMS[] = {
 };
 
 /* Loops over elements: for float, double, bfloat16 and float16; or for elements of 1, 2, 4 and 8 bytes. */
-#define FLOATS(NAME) {#NAME, 0, {NAME##_float, NAME##_double}}
+#define FLOATS(NAME) {#NAME, 0, {NAME##_float, NAME##_double, NAME##_bfloat16}}
 static const struct {
     const char *name;
     int by_size;
@@ -777,7 +792,7 @@ static const struct {
     FLOATS(part),
     {"relu", 0, {relu_float, relu_double, relu_bfloat16, relu_float16}},
     FLOATS(leaky_relu), FLOATS(hardtanh), FLOATS(threshold), FLOATS(hardshrink),
-    FLOATS(softshrink), FLOATS(hardsigmoid), FLOATS(above), FLOATS(within), FLOATS(not_outside),
+    {"softshrink", 0, {softshrink_float, softshrink_double}}, FLOATS(hardsigmoid), FLOATS(above), FLOATS(within), FLOATS(not_outside),
     FLOATS(not_inside), FLOATS(scale),
     {"nonzero", 1, {nonzero}},
     {"rest", 0, {rest_float}}, {"tanh2", 0, {tanh2_float}}, {"logistic", 0, {logistic_float}},
@@ -891,6 +906,14 @@ static int look_at(PyObject *tensor, DLTensor *x, size *elements) {
     return is_neg == Py_False;
 }
 
+/* Of these, in which loops come; -1 for others. */
+static int kind_of(int code, int bits) {
+    static const uint8_t KINDS[4][2] = {{FLOAT, 32}, {FLOAT, 64}, {BFLOAT, 16}, {FLOAT, 16}};
+    for (int k = 0; k < 4; k++)
+        if (code == KINDS[k][0] && bits == KINDS[k][1]) return k;
+    return -1;
+}
+
 /* Whether no mode has to see operations; -1 with an error. */
 static int is_unobserved(void) {
     for (int k = 0; k < 2; k++) {
@@ -912,13 +935,11 @@ static void run_softmax(const Softmax *rows, size count, size threads) {
 }
 
 static Loop *loop_for(size family, int code, int bits) {
-    static const uint8_t KINDS[4][2] = {{FLOAT, 32}, {FLOAT, 64}, {BFLOAT, 16}, {FLOAT, 16}};
     if (family < 0 || family >= COUNT(OVER_BITS)) return NULL;
-    for (int k = 0; k < 4; k++)
-        if (OVER_BITS[family].by_size ? bits == 8 << k
-                                      : code == KINDS[k][0] && bits == KINDS[k][1])
-            return OVER_BITS[family].loops[k];
-    return NULL;
+    int kind = kind_of(code, bits);
+    if (OVER_BITS[family].by_size)
+        for (kind = 3; kind >= 0 && bits != 8 << kind;) kind--;
+    return kind < 0 ? NULL : OVER_BITS[family].loops[kind];
 }
 
 static Loop *loop_of(size family, const DLTensor *x) { return loop_for(family, x->code, x->bits); }
@@ -1194,7 +1215,7 @@ static PyObject *batch_norm_backward(PyObject *module, PyObject *args) {
 }
 
 /* Over planes, or rows of outputs. (Without Python's lock, or with it.) */
-static void run_pool(int backwards, int is_double, const void *x, void *y, uint8_t *offsets,
+static void run_pool(int backwards, int kind, const void *x, void *y, uint8_t *offsets,
                      size planes, size channels, const Window *window, size threads) {
     Pool pool = {x, y, offsets, channels, *window, {0}};
     const size *in = window->in, *out = window->out, *kernel = window->kernel;
@@ -1203,8 +1224,9 @@ static void run_pool(int backwards, int is_double, const void *x, void *y, uint8
         const size k0 = k / kernel[2] / kernel[1], k1 = k / kernel[2] % kernel[1], k2 = k % kernel[2];
         pool.moves[k] = (k0 * dilation[0] * in[1] + k1 * dilation[1]) * in[2] + k2 * dilation[2];
     }
-    Loop *loop = backwards ? is_double ? unpool_double : unpool_float
-                           : is_double ? max_pool_double : max_pool_float;
+    Loop *const loops[][2] = {{max_pool_float, unpool_float}, {max_pool_double, unpool_double},
+                              {max_pool_bfloat16, unpool_bfloat16}};
+    Loop *loop = loops[kind][backwards];
     const size rows = planes * out[0] * out[1], volume = kernel[0] * kernel[1] * kernel[2];
     if (backwards) run((Task){loop, &pool, planes, 1}, threads, planes * in[0] * in[1] * in[2] * channels);
     else run((Task){loop, &pool, rows, 1}, threads, rows * out[2] * channels * volume * LONG);
@@ -1236,14 +1258,13 @@ static PyObject *pool(PyObject *module, PyObject *args) {
     }
     const int can = look_at_all(tensors, arrays, data, ALL);
     if (can < 0) return NULL;
-    const int is_double = arrays[X].bits == 64;
-    if (!can || arrays[X].code != FLOAT || (!is_double && arrays[X].bits != 32) ||
-        arrays[OFFSETS].code != UNSIGNED || arrays[OFFSETS].bits != 8)
+    const int kind = kind_of(arrays[X].code, arrays[X].bits);
+    if (!can || kind < 0 || kind > OF_BFLOAT16 || arrays[OFFSETS].code != UNSIGNED || arrays[OFFSETS].bits != 8)
         Py_RETURN_FALSE;
     const size threads = threads_for(planes * in[0] * in[1] * in[2] * channels);
     if (threads < 0) return NULL;
     Py_BEGIN_ALLOW_THREADS;
-    run_pool(backwards, is_double, data[X], (void *)data[Y], (uint8_t *)data[OFFSETS], planes, channels,
+    run_pool(backwards, kind, data[X], (void *)data[Y], (uint8_t *)data[OFFSETS], planes, channels,
              &window, threads);
     Py_END_ALLOW_THREADS;
     Py_RETURN_TRUE;

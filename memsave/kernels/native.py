@@ -22,7 +22,7 @@ from .memory import in_order, layout_of_pool, len_of_functions, planes
 from .reference import PIECES, TESTS, Like, Rows, Windows
 
 #: That of loops.h.
-INTERFACE = 13
+INTERFACE = 14
 
 
 def check(module: ModuleType) -> None:
@@ -57,6 +57,7 @@ are_arrays = _native.are_arrays
 ELEMENTS_OF_VECTORS = 64
 
 DTYPES = {torch.float32: "float", torch.float64: "double"}
+POOLED = (*DTYPES, torch.bfloat16)
 
 
 def _loops(name: str) -> dict[torch.dtype, int]:
@@ -79,8 +80,10 @@ scale = partial(_native.from_bits, _native.scale)
 
 def fills_vectors(x: Tensor) -> bool:
     """Whether torch leaves no elements of a thread over, as too few for a vector. (In softshrink
-    they give zeros that have the sign of ``x``.)
+    they give zeros that have the sign of ``x``; and in 16 bits others than those of vectors.)
     """
+    if x.itemsize < 4:
+        return False
     threads = min(torch.get_num_threads(), -(-x.numel() // _native.GRAIN)) or 1
     return x.numel() % (threads * ELEMENTS_OF_VECTORS) == 0
 
@@ -221,7 +224,7 @@ def _channels(x: Tensor) -> tuple[int, int, int]:
 def max_pool(x: Tensor, windows: Windows) -> tuple[Tensor, Tensor] | None:
     """In one pass, without indices."""
     layout = _layout(x, windows)
-    if layout is None or x.dtype not in DTYPES:
+    if layout is None or x.dtype not in POOLED:
         return None
     shape = (*x.shape[: -len(windows.inputs)], *windows.outputs)
     y = torch.empty(shape, dtype=x.dtype, memory_format=layout, device="cpu")
@@ -232,7 +235,7 @@ def max_pool(x: Tensor, windows: Windows) -> tuple[Tensor, Tensor] | None:
 def unpool(g: Tensor, offsets: Tensor, windows: Windows, like: Like) -> Tensor | None:
     """In one pass over the input and the output."""
     layout = _layout(offsets, windows, like)
-    if layout is None or g.dtype not in DTYPES or not g.is_cpu or g.shape != offsets.shape:
+    if layout is None or g.dtype not in POOLED or not g.is_cpu or g.shape != offsets.shape:
         return None
     g = g.contiguous(memory_format=layout)
     dx = torch.empty(like.shape, dtype=g.dtype, memory_format=layout, device="cpu")

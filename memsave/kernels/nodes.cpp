@@ -931,7 +931,9 @@ void pool(bool backwards, const Tensor &x, const Tensor &y, const Tensor &offset
           int64_t dims, at::MemoryFormat format) {
     const bool first = format == at::MemoryFormat::Contiguous;
     const int64_t planes = first ? c10::multiply_integers(x.sizes().slice(0, x.dim() - dims)) : x.size(0);
-    loops->pool(backwards, x.scalar_type() == at::kDouble, x.const_data_ptr(), y.mutable_data_ptr(),
+    const auto dtype = x.scalar_type();
+    const int kind = dtype == at::kDouble ? OF_DOUBLE : dtype == at::kFloat ? OF_FLOAT : OF_BFLOAT16;
+    loops->pool(backwards, kind, x.const_data_ptr(), y.mutable_data_ptr(),
                 offsets.mutable_data_ptr<uint8_t>(), planes, first ? 1 : x.size(1), &window,
                 at::get_num_threads());
 }
@@ -952,8 +954,8 @@ PyObject *max_pool(PyObject *, PyObject *const *args, Py_ssize_t count) {
     const auto format = format_of(*x, dims);
     const auto dtype = x->scalar_type();
     const bool is_device = x->is_cuda();
-    if (!format || !(is_device ? has_loops(*x) : dtype == at::kFloat || dtype == at::kDouble))
-        Py_RETURN_NONE;
+    const bool is_pooled = dtype == at::kFloat || dtype == at::kDouble || dtype == at::kBFloat16;
+    if (!format || !(is_device ? has_loops(*x) : is_pooled)) Py_RETURN_NONE;
     at::DimVector shape(x->sizes());
     for (int64_t axis = 0; axis < dims; axis++) shape[x->dim() - dims + axis] = window.out[3 - dims + axis];
     const int64_t channels = *format == at::MemoryFormat::Contiguous ? 1 : x->size(1);
@@ -1169,12 +1171,13 @@ Tensor batch_norm_eval_backward(AutogradContext *ctx, const Tensor &g) {
     at::DimVector shape(g.dim(), 1);
     shape[1] = kept[0].numel();
     const bool is_narrow = c10::elementSize(g.scalar_type()) < 4;
-    const auto wide = is_narrow ? at::kFloat : g.scalar_type();
-    bool fast = is_final(g);
+    const auto wide = is_narrow ? at::kFloat : g.scalar_type(), dtype = kept[0].scalar_type();
+    bool fast = is_final(g) && (dtype == wide || (g.is_cpu() && dtype == g.scalar_type()));
     for (const Tensor &one : kept)
         fast = fast && is_beside(one, g) && one.is_contiguous() && one.numel() == shape[1] &&
-               one.scalar_type() == wide;
-    const bool by_torch = fast && g.is_cuda() && g.is_contiguous(); /* whose gradient is always so */
+               one.scalar_type() == dtype;
+    /* (On CUDA its gradient is always contiguous.) */
+    const bool by_torch = fast && (g.is_cuda() ? g.is_contiguous() : is_narrow);
     if (!fast || (g.is_cuda() && !by_torch)) {
         Tensor scale = kept[0].to(wide).add(eps).rsqrt();
         if (kept.size() > 1) scale = scale * kept[1].to(wide);
@@ -1889,14 +1892,14 @@ PyObject *batch_norm_eval(PyObject *, PyObject *const *args, Py_ssize_t count) {
     const Tensor *x = known(args[1]);
     double eps;
     if (!x || !x->numel() || !numbers(args + 6, &eps, 1) || eps < 0) Py_RETURN_NONE;
-    const bool is_narrow = c10::elementSize(x->scalar_type()) < 4;
-    if (x->dim() < 2 || (is_narrow && x->is_cpu())) Py_RETURN_NONE;
-    const auto wide = is_narrow ? at::kFloat : x->scalar_type();
+    if (x->dim() < 2) Py_RETURN_NONE;
+    auto wide = c10::elementSize(x->scalar_type()) < 4 ? at::kFloat : x->scalar_type();
     enum { MEAN, VAR, SCALE_BY, SHIFT_BY };
     std::optional<Tensor> vectors[4];
     for (int k = 0; k < 4; k++) {
         if (args[2 + k] == Py_None && k > VAR) continue;
         const Tensor *vector = THPVariable_CheckExact(args[2 + k]) ? &THPVariable_Unpack(args[2 + k]) : nullptr;
+        if (vector && k == MEAN && x->is_cpu() && vector->scalar_type() == x->scalar_type()) wide = x->scalar_type();
         if (!vector || !is_beside(*vector, *x) || vector->scalar_type() != wide) Py_RETURN_NONE;
         vectors[k] = *vector;
     }

@@ -12,11 +12,23 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._prims_common import make_contiguous_strides_for
 
 from .. import kernels, spec
 from ..function import Grads, Mask, Saved, Shapes, define, is_final
+from ..kernels.reference import Like
 from .module import drop_in
-from .shape import Ints, in_format, per_axis, placeholder, remembered, stride_or
+from .shape import (
+    Ints,
+    by_shape,
+    channels_last,
+    empty_in_format,
+    in_format,
+    per_axis,
+    placeholder,
+    remembered,
+    stride_or,
+)
 
 AVG_POOL: dict[int, Callable[..., Tensor]] = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
 ADAPTIVE: dict[int, Callable[..., Tensor]] = {
@@ -60,30 +72,37 @@ def _bwd(
     backward = (
         torch.ops.aten.avg_pool3d_backward if dims == 3 else torch.ops.aten.avg_pool2d_backward
     )
-    # CUDA's kernel copies a placeholder. There the gradient stands in for x, whose shape it has.
-    fills = g.is_cuda and is_final(g)
-    x = g.new_empty(like.shape) if fills else placeholder(g, like)
-    if dims == 1:
-        g, x = g.unsqueeze(-2), x.unsqueeze(-2)
-    dx = backward(g, x, *windows, *rest, **({"grad_input": x} if fills else {}))
-    if dims == 1:
-        return {"x": dx.squeeze(-2)}
-    return {"x": in_format(dx, like) if dims == 2 else dx}
+    if dims == 2:
+        return {"x": by_shape(backward, g, like, *windows, *rest)}
+    # (These are stored in torch's default format, as stock's.)
+    shape = like.shape if dims == 3 else [*like.shape[:-1], 1, like.shape[-1]]
+    like = Like(torch.Size(shape), make_contiguous_strides_for(shape), like.dtype)
+    dx = by_shape(backward, g if dims == 3 else g.unsqueeze(-2), like, *windows, *rest)
+    return {"x": dx if dims == 3 else dx.squeeze(-2)}
 
 
 def _adaptive_bwd(
     dims: int, g: Tensor, wrt: Mask, saved: Saved, shapes: Shapes, *, output_size: Any
 ) -> Grads:
-    x = placeholder(g, shapes["x"])
-    if dims == 1:
-        g, x = g.unsqueeze(-2), x.unsqueeze(-2)
+    like = shapes["x"]
+    assert like is not None
     backward = (
         torch.ops.aten._adaptive_avg_pool3d_backward
         if dims == 3
         else torch.ops.aten._adaptive_avg_pool2d_backward
     )
-    dx = backward(g, x)
-    return {"x": dx.squeeze(-2) if dims == 1 else in_format(dx, shapes["x"])}
+    if dims == 1:
+        return {"x": backward(g.unsqueeze(-2), placeholder(g, like).unsqueeze(-2)).squeeze(-2)}
+    if not is_final(g) or not channels_last(like, dims):
+        return {"x": in_format(backward(g, placeholder(g, like)), like)}
+    # For the kernel of this format x has to be in it, too. (With one in another, the gradient would
+    # be made in that first, and copied: as much memory.)
+    g, sizes = in_format(g, like), tuple(zip(like.shape[-dims:], g.shape[-dims:], strict=True))
+    if dims == 2 and all(size % out == 0 for size, out in sizes):
+        kernel = [size // out for size, out in sizes]
+        average = torch.ops.aten.avg_pool2d_backward
+        return {"x": by_shape(average, g, like, kernel, kernel, [0, 0], False, True, None)}
+    return {"x": backward(g, empty_in_format(g, like))}
 
 
 def _node(

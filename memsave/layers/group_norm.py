@@ -120,7 +120,8 @@ def _group_bwd_at_once(
         c,
         math.prod(s),
         num_groups,
-        [name in wrt for name in names],
+        # (With the channels last, this kernel of torch 2.13 crashes without the first.)
+        ["x" in wrt or (last is not None and g.is_cpu), "weight" in wrt, "bias" in wrt],
     )
     return {name: grad for name, grad in zip(names, grads, strict=True) if name in wrt}
 
@@ -361,10 +362,15 @@ class GroupNorm(nn.GroupNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         own = for_stock(self, INPUT | WEIGHT, input)
-        # Of another layout the stock op keeps a copy. (Under vmap none but the first is known.)
+        # Of another layout the stock op keeps a copy. (Under vmap none but the first is known. Of
+        # parameters alone, the kernel for channels that are last crashes in torch 2.13.)
         if own is not None and (
             input.is_contiguous()
-            or (not _are_functorch_transforms_active() and _memory_format(input) is not None)
+            or (
+                (input.requires_grad or not torch.is_grad_enabled())
+                and not _are_functorch_transforms_active()
+                and _memory_format(input) is not None
+            )
         ):
             return F.group_norm(input, self.num_groups, *own, self.eps)
         return group_norm(input, self.num_groups, self.weight, self.bias, self.eps)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from .. import kernels, spec
 from ..function import Grads, Mask, Saved, Shapes, define
 from .module import drop_in
-from .shape import in_format, placeholder
+from .shape import by_shape, in_format, placeholder
 
 
 def _primal(x: Tensor, *, pad: Sequence[int], mode: str) -> Tensor:
@@ -26,8 +26,11 @@ def _bwd(
 ) -> Grads:
     kind = {"reflect": "reflection", "replicate": "replication"}[mode]
     backward = getattr(torch.ops.aten, f"{kind}_pad{len(pad) // 2}d_backward")
-    dx = backward(g, placeholder(g, shapes["x"]), pad)
-    return {"x": in_format(dx, shapes["x"])}
+    like = shapes["x"]
+    assert like is not None
+    if not g.is_cpu:
+        return {"x": in_format(backward(g, placeholder(g, like), pad), like)}
+    return {"x": by_shape(backward, g, like, pad)}
 
 
 def _node(row: str, wrt: Mask, x: Tensor, *, pad: Sequence[int], mode: str) -> Tensor | None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from ..function import is_plain_gradient
+from ..function import is_final, is_plain_gradient
 from ..kernels.memory import FORMATS
 from ..kernels.reference import Like
 
@@ -65,6 +65,24 @@ def placeholder(g: Tensor, like: Like | None) -> Tensor:
     """A tensor of this shape for a kernel that asks for nothing else: one element, expanded."""
     assert like is not None
     return g.new_empty(1).expand(like.shape)
+
+
+def by_shape(backward: Callable[..., Tensor], g: Tensor, like: Like, *args: Any) -> Tensor:
+    """The gradient of ``x`` by a kernel that asks ``x`` for its shape and memory format alone. If
+    nobody looks on, the gradient itself, yet to be written, stands in for it.
+    """
+    if not is_final(g):
+        return in_format(backward(g, placeholder(g, like), *args), like)
+    dx = empty_in_format(g, like)
+    return backward(in_format(g, like), dx, *args, grad_input=dx)
+
+
+def empty_in_format(g: Tensor, like: Like) -> Tensor:
+    """Memory for the gradient of a tensor."""
+    dims = len(like.shape) - 2
+    last = FORMATS.get(dims + 2) if dims > 0 and channels_last(like, dims) else None
+    own = last or torch.contiguous_format
+    return torch.empty(like.shape, dtype=g.dtype, device=g.device, memory_format=own)
 
 
 def in_format(gradient: Tensor, like: Like | None) -> Tensor:
