@@ -169,7 +169,7 @@ def scale(
     if not _has_memory(x, like.stride):
         return None
     y = x if inplace else torch.empty_like(x)
-    _run("from_bits", x, y, bits, _rounded(on, x.dtype), _rounded(off, x.dtype), "scale")
+    _run("from_bits", x, y, bits, float(on), float(off), "scale")
     if inplace:
         torch.autograd.graph.increment_version(x)
     return y

@@ -94,8 +94,8 @@ static inline uint16_t to_bfloat16(float value) { return value != value ? 0x7fc0
         y[i + k] = (STORED)(VALUE);                                                     \
     }
 
-/* (In 16 bits torch rounds the numbers that elements are compared with, or multiplied by; but not the
-   bounds of hardtanh and threshold, and the slope of leaky ReLU.) */
+/* (In 16 bits torch rounds the numbers that elements are compared with, but not the bounds of hardtanh
+   and threshold; nor those by which elements are multiplied.) */
 #define OF_FLOATS(NAME, T, STORED, LOAD, STORE, CLONES)                                 \
     TO_BITS(leaky_relu_##NAME, T, STORED, LOAD, STORE, uint32_t, flag = v > 0; y[j] = v > 0 ? x[j] : STORE(v * a)) \
     TO_BITS(hardtanh_##NAME, T, STORED, LOAD, STORE, uint32_t, flag = !(v <= a) & !(v >= b); \
@@ -111,7 +111,7 @@ static inline uint16_t to_bfloat16(float value) { return value != value ? 0x7fc0
     TO_BITS(not_outside_##NAME, T, STORED, LOAD, STORE, uint32_t, flag = !((v <= a) | (v >= b))) \
     TO_BITS(not_inside_##NAME, T, STORED, LOAD, STORE, uint32_t,                        \
             flag = !((v >= near_a) & (v <= near_b)))                                    \
-    FROM_BITS(CLONES, scale_##NAME, T, STORED, LOAD, STORE, uint32_t, STORE(v * (flag ? near_a : near_b))) \
+    FROM_BITS(CLONES, scale_##NAME, T, STORED, LOAD, STORE, uint32_t, STORE(v * (flag ? a : b)))          \
     FROM_BITS(CLONES, part_##NAME, T, STORED, LOAD, STORE, uint32_t, STORE(flag ? v * a : 0))
 OF_FLOATS(float, float, float, , , LOOP)
 OF_FLOATS(double, double, double, , , LOOP)
@@ -197,19 +197,22 @@ static inline float over_exponential(float g, float x) {
 }
 
 /* Gradients of curves, by what is kept: g * (1 - exp(a * y)); g * tanh(x)^2; g / (1 + exp(x)). */
-#define FROM_CURVE(NAME, SLOPE)                                                         \
-    WIDE_LOOP void NAME##_float(const void *work, size start, size end, size thread) {  \
-        ARRAYS(float, float, , );                                                       \
-        const float *also = arrays->also;                                               \
-        (void)bits, (void)a;                                                            \
+#define FROM_CURVE(NAME, STORED, LOAD, STORE, SLOPE)                                    \
+    WIDE_LOOP void NAME(const void *work, size start, size end, size thread) {          \
+        ARRAYS(float, STORED, LOAD, STORE);                                             \
+        const STORED *also = arrays->also;                                              \
+        (void)bits, (void)b, (void)a;                                                   \
         EACH for (size i = start; i < end; i++) {                                       \
-            const float kept = also[i];                                                 \
-            y[i] = SLOPE;                                                               \
+            const float g = LOAD(x[i]), kept = LOAD(also[i]);                           \
+            y[i] = STORE(SLOPE);                                                        \
         }                                                                               \
     }
-FROM_CURVE(rest, x[i] * -expm1_of(a * kept))
-FROM_CURVE(tanh2, x[i] * square(tanh_of(kept)))
-FROM_CURVE(logistic, over_exponential(x[i], kept))
+#define OF_CURVES(NAME, STORED, LOAD, STORE)                                            \
+    FROM_CURVE(rest_##NAME, STORED, LOAD, STORE, g * -expm1_of(a * kept))               \
+    FROM_CURVE(tanh2_##NAME, STORED, LOAD, STORE, g * square(tanh_of(kept)))            \
+    FROM_CURVE(logistic_##NAME, STORED, LOAD, STORE, over_exponential(g, kept))
+OF_CURVES(float, float, , )
+OF_CURVES(bfloat16, uint16_t, of_bfloat16, back_to_bfloat16)
 
 /* Rows of softmax(x), times one factor each. */
 WIDE_LOOP void softmax(const void *work, size start, size end, size thread) {
@@ -783,6 +786,7 @@ static const Named NORMS[] = {
 
 /* Loops over elements: for float, double, bfloat16 and float16; or for elements of 1, 2, 4 and 8 bytes. */
 #define FLOATS(NAME) {#NAME, 0, {NAME##_float, NAME##_double, NAME##_bfloat16}}
+#define CURVES(NAME) {#NAME, 0, {NAME##_float, NULL, NAME##_bfloat16}}
 static const struct {
     const char *name;
     int by_size;
@@ -795,7 +799,7 @@ static const struct {
     {"softshrink", 0, {softshrink_float, softshrink_double}}, FLOATS(hardsigmoid), FLOATS(above), FLOATS(within), FLOATS(not_outside),
     FLOATS(not_inside), FLOATS(scale),
     {"nonzero", 1, {nonzero}},
-    {"rest", 0, {rest_float}}, {"tanh2", 0, {tanh2_float}}, {"logistic", 0, {logistic_float}},
+    CURVES(rest), CURVES(tanh2), CURVES(logistic),
 };
 enum { SELECT, PART }; /* of these */
 #define COUNT(TABLE) (size)(sizeof TABLE / sizeof *TABLE)

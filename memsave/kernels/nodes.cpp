@@ -169,18 +169,48 @@ Tensor empty_bits(const Tensor &x) {
     return at::empty({(x.numel() + 7) / 8}, x.options().dtype(at::kByte));
 }
 
+at::DimVector strides_of(at::IntArrayRef shape, at::MemoryFormat format) {
+    if (format == at::MemoryFormat::ChannelsLast) return at::DimVector(c10::get_channels_last_strides_2d(shape));
+    if (format == at::MemoryFormat::ChannelsLast3d) return at::DimVector(c10::get_channels_last_strides_3d(shape));
+    return c10::contiguous_strides(shape);
+}
+
+/* How a batch of images is stored: its channels as the last axis, if they are several and the first ones are
+   not, or as any tensor. (Of both where torch cannot tell, and of other tensors, nothing.) */
+std::optional<at::MemoryFormat> format_of(const Tensor &x, int64_t dims) {
+    const bool first = x.is_contiguous();
+    const auto only_first = first ? std::optional(at::MemoryFormat::Contiguous) : std::nullopt;
+    if (x.dim() != dims + 2) return only_first;
+    if (dims == 1) return x.size(1) > 1 ? only_first : std::nullopt;
+    const auto last = dims == 2 ? at::MemoryFormat::ChannelsLast : at::MemoryFormat::ChannelsLast3d;
+    if (first == x.is_contiguous(last)) return std::nullopt;
+    return first ? at::MemoryFormat::Contiguous : last;
+}
+
+/* That, or, where torch cannot tell, its default. */
+std::optional<at::MemoryFormat> any_format_of(const Tensor &x, int64_t dims) {
+    if (x.is_contiguous()) return at::MemoryFormat::Contiguous;
+    return dims == 2 || dims == 3 ? format_of(x, dims) : std::nullopt;
+}
+
 /* An input, of which an operation on its gradient reads the shape alone: of the memory of the gradient, if
    that has as many elements, so that an operation that wants it contiguous makes no copy. (Kernels of CUDA
    want all inputs so, but never read this one; nor may a hook, as where its graph is made, too.) */
-Tensor stand_in(const Tensor &g, at::IntArrayRef shape) {
+Tensor stand_in(const Tensor &g, at::IntArrayRef shape, at::MemoryFormat format = at::MemoryFormat::Contiguous) {
     if (!is_known(g) || !is_unobserved()) return at::empty({1}, g.options()).expand(shape);
     const bool is_unread = g.is_cuda() && is_final(g);
-    const bool fits = g.is_contiguous() && (is_unread || c10::multiply_integers(shape) <= g.numel());
+    const bool fits = g.is_contiguous(format) && (is_unread || c10::multiply_integers(shape) <= g.numel());
     if (!fits && g.is_cuda()) return at::empty({1}, g.options()).expand(shape);
     const Tensor x = fits ? g.detach() : memory({1}, g.scalar_type());
     x.unsafeGetTensorImpl()->set_sizes_and_strides(
-        shape, fits ? c10::contiguous_strides(shape) : at::DimVector(shape.size(), 0));
+        shape, fits ? strides_of(shape, format) : at::DimVector(shape.size(), 0));
     return x;
+}
+
+/* The gradient itself, yet to be written, where nobody looks on: that of CPU kernels, which write it into
+   what is given. Undefined elsewhere. */
+Tensor to_be_written(const Tensor &g, at::IntArrayRef shape, at::MemoryFormat format) {
+    return is_plain(g) && is_final(g) ? memory(shape, strides_of(shape, format), g.scalar_type()) : Tensor();
 }
 
 /* Whether it begins at an address that 16 divides, as all that loops of CUDA take. */
@@ -891,17 +921,6 @@ bool window_of(PyObject *windows, int64_t dims, Window &window) {
     return !PyErr_Occurred();
 }
 
-/* How it is stored, where that is clear (to torch, too: one channel is first and last). */
-std::optional<at::MemoryFormat> format_of(const Tensor &x, int64_t dims) {
-    const bool first = x.is_contiguous();
-    const auto only_first = first ? std::optional(at::MemoryFormat::Contiguous) : std::nullopt;
-    if (x.dim() != dims + 2) return only_first;
-    if (dims == 1) return x.size(1) > 1 ? only_first : std::nullopt;
-    const auto last = dims == 2 ? at::MemoryFormat::ChannelsLast : at::MemoryFormat::ChannelsLast3d;
-    if (first == x.is_contiguous(last)) return std::nullopt;
-    return first ? at::MemoryFormat::Contiguous : last;
-}
-
 /* The same on a CUDA device; by one that is compiled for the windows, and for what is 1. */
 const Kernel *kernel_of_pool(DeviceLoop loop, const Tensor &x, int64_t elements, int64_t channels,
                              const Window &w) {
@@ -1202,7 +1221,7 @@ Tensor batch_norm_eval_backward(AutogradContext *ctx, const Tensor &g) {
 }
 
 /* Convolutions, transposed or not, by what is no parameter. The gradient is the other of the two; of few
-   elements, and on CUDA of several groups, stock's kernel is the faster. They cast as autocast says. */
+   elements, and of several groups, stock's kernel is the faster. They cast as autocast says. */
 constexpr int64_t FEW_ELEMENTS = 1 << 15;
 enum Sizes { STRIDE, PADDING, DILATION, LEFT_OVER };
 
@@ -1215,9 +1234,10 @@ PyObject *convolution(PyObject *, PyObject *const *args, Py_ssize_t count) {
     const int64_t groups = PyLong_AsLongLong(args[9]);
     if (PyErr_Occurred()) return nullptr;
     if (!x || !weight || (has_bias && !bias) || !x->numel()) Py_RETURN_NONE;
-    if (x->is_cpu() && !x->is_contiguous()) Py_RETURN_NONE;
     if (x->dim() != weight->dim() || x->dim() < 3 || x->dim() > 5) Py_RETURN_NONE;
     const size_t dims = x->dim() - 2;
+    const auto format = any_format_of(*x, dims);
+    if (x->is_cpu() && !format) Py_RETURN_NONE;
     at::DimVector by[4];
     for (int k = 0; k < 4; k++)
         if (!sizes(args[k == LEFT_OVER ? 8 : 4 + k], dims, by[k])) Py_RETURN_NONE;
@@ -1242,11 +1262,12 @@ PyObject *convolution(PyObject *, PyObject *const *args, Py_ssize_t count) {
     for (const auto &one : by) options.append(one.begin(), one.end());
     made.call["options"] = at::IntArrayRef(options);
     made.call["shape"] = x->sizes();
+    if (x->is_cpu()) made.call["format"] = (int64_t)*format;
     return layer(args[0], *x, CONVOLUTION, made);
     END_HANDLE_TH_ERRORS
 }
 
-Tensor convolution_backward(AutogradContext *ctx, const Tensor &g) {
+Tensor convolution_backward(AutogradContext *ctx, const Tensor &given) {
     const Tensor weight = ctx->get_saved_variables()[0];
     const auto options = ctx->saved_data.at("options").toDimVector();
     const auto shape = ctx->saved_data.at("shape").toDimVector();
@@ -1255,10 +1276,18 @@ Tensor convolution_backward(AutogradContext *ctx, const Tensor &g) {
     const bool transposed = options[0];
     const at::DimVector zeros(dims, 0);
     const bool few = c10::multiply_integers(shape) < FEW_ELEMENTS;
-    if (!transposed && (g.is_cuda() ? options[1] > 1 && g.is_contiguous() : few))
-        return std::get<0>(at::convolution_backward( /* (which copies x on CUDA where cuDNN is not at hand) */
-            g, g.is_cuda() ? at::empty({1}, g.options()).expand(shape) : stand_in(g, shape), weight, at::OptionalIntArrayRef(), by(STRIDE), by(PADDING), by(DILATION),
-            false, zeros, options[1], {true, false, false}));
+    Tensor g = given, x;
+    if (g.is_cpu()) { /* whose gradient is stored as x */
+        const auto format = (at::MemoryFormat)ctx->saved_data.at("format").toInt();
+        g = g.contiguous(format);
+        const bool is_last = format != at::MemoryFormat::Contiguous, fits = c10::multiply_integers(shape) <= g.numel();
+        /* (oneDNN takes twice as long for the transposed one of several groups of channels that are last.) */
+        const bool in_groups = is_last && options[1] > 1 && options[1] < shape[1] && g.scalar_type() == at::kFloat;
+        if (is_last ? fits && (few || in_groups) : few) x = stand_in(g, shape, format);
+    } else if (options[1] > 1 && g.is_contiguous()) x = at::empty({1}, g.options()).expand(shape);
+    if (!transposed && x.defined()) /* (which copies x on CUDA where cuDNN is not at hand) */
+        return std::get<0>(at::convolution_backward(g, x, weight, at::OptionalIntArrayRef(), by(STRIDE), by(PADDING),
+                                                    by(DILATION), false, zeros, options[1], {true, false, false}));
     return at::convolution(g, weight, {}, by(STRIDE), by(PADDING), by(DILATION), !transposed,
                            transposed ? at::IntArrayRef(zeros) : by(LEFT_OVER), options[1]);
 }
@@ -1266,11 +1295,15 @@ Tensor convolution_backward(AutogradContext *ctx, const Tensor &g) {
 /* Padding by reflection and replication. */
 using Pad = Tensor(const Tensor &, at::IntArrayRef);
 using PadBackward = Tensor(const Tensor &, const Tensor &, at::IntArrayRef);
+using WritePadBackward = Tensor &(const Tensor &, const Tensor &, at::IntArrayRef, Tensor &);
 Pad *const PADS[][3] = {{at::reflection_pad1d, at::reflection_pad2d, at::reflection_pad3d},
                         {at::replication_pad1d, at::replication_pad2d, at::replication_pad3d}};
 PadBackward *const PADS_BACKWARD[][3] = {
     {at::reflection_pad1d_backward, at::reflection_pad2d_backward, at::reflection_pad3d_backward},
     {at::replication_pad1d_backward, at::replication_pad2d_backward, at::replication_pad3d_backward}};
+WritePadBackward *const WRITE_PADS_BACKWARD[][3] = {
+    {at::reflection_pad1d_backward_outf, at::reflection_pad2d_backward_outf, at::reflection_pad3d_backward_outf},
+    {at::replication_pad1d_backward_outf, at::replication_pad2d_backward_outf, at::replication_pad3d_backward_outf}};
 
 PyObject *pad(PyObject *, PyObject *const *args, Py_ssize_t count) {
     HANDLE_TH_ERRORS
@@ -1279,11 +1312,14 @@ PyObject *pad(PyObject *, PyObject *const *args, Py_ssize_t count) {
     const bool replicates = args[2] == Py_True;
     const size_t ends = std::max<Py_ssize_t>(count_of(args[3]), 0), dims = ends / 2;
     at::DimVector edges;
-    if (!x || !x->is_contiguous() || !x->numel() || ends % 2 || !dims || dims > 3) Py_RETURN_NONE;
+    if (!x || !x->numel() || ends % 2 || !dims || dims > 3) Py_RETURN_NONE;
     if ((size_t)x->dim() - dims - 1 > 1 || !sizes(args[3], ends, edges)) Py_RETURN_NONE;
+    const auto format = any_format_of(*x, dims);
+    if (!format || (x->is_cuda() && !x->is_contiguous())) Py_RETURN_NONE;
     Made made;
     made.y = compute([&] { return PADS[replicates][dims - 1](*x, edges); });
     if (!made.y.numel()) Py_RETURN_NONE;
+    made.call["format"] = (int64_t)*format;
     made.call["replicates"] = replicates;
     made.call["edges"] = at::IntArrayRef(edges);
     made.call["shape"] = x->sizes();
@@ -1296,6 +1332,11 @@ Tensor pad_backward(AutogradContext *ctx, const Tensor &g) {
     const auto edges = ctx->saved_data.at("edges").toDimVector();
     const auto shape = ctx->saved_data.at("shape").toDimVector();
     const bool replicates = ctx->saved_data.at("replicates").toBool();
+    const auto format = (at::MemoryFormat)ctx->saved_data.at("format").toInt();
+    if (Tensor dx = to_be_written(g, shape, format); dx.defined()) {
+        at::AutoDispatchBelowADInplaceOrView guard;
+        return WRITE_PADS_BACKWARD[replicates][edges.size() / 2 - 1](g.contiguous(format), dx, edges, dx);
+    }
     return PADS_BACKWARD[replicates][edges.size() / 2 - 1](g, stand_in(g, shape), edges);
 }
 
@@ -1309,7 +1350,9 @@ PyObject *avg_pool(PyObject *, PyObject *const *args, Py_ssize_t count) {
     const int64_t divisor = args[8] == Py_None ? 0 : PyLong_AsLongLong(args[8]);
     if (PyErr_Occurred()) return nullptr;
     at::DimVector by[3];
-    if (!x || !x->is_contiguous() || !x->numel() || (args[8] != Py_None && !divisor)) Py_RETURN_NONE;
+    if (!x || !x->numel() || (args[8] != Py_None && !divisor)) Py_RETURN_NONE;
+    const auto format = dims == 2 && x->is_cpu() ? any_format_of(*x, dims) : std::nullopt;
+    if (!format && !x->is_contiguous()) Py_RETURN_NONE;
     for (int k = 0; k < 3; k++)
         if (!sizes(args[3 + k], dims, by[k])) Py_RETURN_NONE;
     const auto given = divisor ? std::optional<int64_t>(divisor) : std::nullopt;
@@ -1329,6 +1372,7 @@ PyObject *avg_pool(PyObject *, PyObject *const *args, Py_ssize_t count) {
     made.call["options"] = at::IntArrayRef(options);
     made.call["shape"] = x->sizes();
     made.call["flat"] = dims == 1;
+    if (format) made.call["format"] = (int64_t)*format;
     return layer(args[0], *x, AVG_POOL, made);
     END_HANDLE_TH_ERRORS
 }
@@ -1347,6 +1391,14 @@ Tensor avg_pool_backward(AutogradContext *ctx, const Tensor &g) {
     const auto by = [&](int k) { return at::IntArrayRef(options).slice(3 + k * dims, dims); };
     const auto divisor = options[2] ? std::optional<int64_t>(options[2]) : std::nullopt;
     const bool flat = ctx->saved_data.at("flat").toBool();
+    if (ctx->saved_data.count("format")) {
+        const auto format = (at::MemoryFormat)ctx->saved_data.at("format").toInt();
+        if (Tensor dx = to_be_written(g, shape, format); dx.defined()) {
+            at::AutoDispatchBelowADInplaceOrView guard;
+            return at::avg_pool2d_backward_outf(g.contiguous(format), dx, by(0), by(1), by(2), options[0], options[1],
+                                                divisor, dx);
+        }
+    }
     const Tensor x = stand_in(g, flat ? with_one_place(shape) : shape);
     const Tensor dx = (dims == 3 ? at::avg_pool3d_backward : at::avg_pool2d_backward)(
         flat ? g.unsqueeze(-2) : g, x, by(0), by(1), by(2), options[0], options[1], divisor);

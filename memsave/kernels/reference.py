@@ -133,9 +133,10 @@ def select(g: Tensor, bits: Tensor, like: Like, factor: float | None = None) -> 
 def scale(
     x: Tensor, bits: Tensor, like: Like, on: float, off: float, inplace: bool = False
 ) -> Tensor:
-    """``x * on`` where a bit is set and ``x * off`` elsewhere."""
-    factors = unpack(bits, like, on, x.dtype, off)
-    return x.mul_(factors) if inplace else factors.mul_(x)
+    """``x * on`` where a bit is set and ``x * off`` elsewhere. (Neither is rounded to 16 bits.)"""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    factors = unpack(bits, like, on, wide, off)
+    return x.mul_(factors) if inplace else factors.mul_(x).to(x.dtype)
 
 
 class Rows(NamedTuple):

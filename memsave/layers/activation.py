@@ -52,9 +52,9 @@ def _select(g: Tensor, bits: Tensor, like: Like | None, factor: float | None = N
 
 
 def _scale(g: Tensor, bits: Tensor, like: Like | None, slope: float) -> Tensor:
-    """``g`` where a bit is set and ``g * slope`` elsewhere. (torch does not round the slope.)"""
+    """``g`` where a bit is set and ``g * slope`` elsewhere."""
     assert like is not None
-    if is_dynamo_compiling() or not is_plain_gradient(g) or g.itemsize < 4:
+    if is_dynamo_compiling() or not is_plain_gradient(g):
         return torch.where(_mask(bits, like), g, g * slope)
     return kernels.scale(g, bits, like, 1.0, slope)
 
