@@ -55,7 +55,9 @@ SHAPES = {
 #: Steps that are timed as one.
 CALLS = {"64x64": 100}
 #: Gradients of outputs differ in rounding where sums are taken in another order.
-TOLERANCE = 1e-4
+TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2}
+#: Memory formats that store the channels of images last, by the number of axes.
+CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 #: By which memsave may keep more than stock: for its parameters alone, RMSNorm keeps the input
 #: (which a neighbour may keep too) and a number per row, stock the normalized input alone.
 MARGIN = 0.02
@@ -104,12 +106,13 @@ IN_MOST_MODELS = (
 class Config:
     """Which layers, at which sizes, and how long (at least ``least`` pairs).
 
-    ``paper_code`` is a checkout of the paper's code.
+    ``channels_last``: how images are stored. ``paper_code`` is a checkout of the paper's code.
     """
 
     layers: tuple[str, ...] = LAYERS
     sizes: tuple[str, ...] = tuple(SHAPES)
     dtype: str = "float32"
+    channels_last: bool = False
     compare: bool = False
     paper_code: str = ""
     seconds: float = 2.0
@@ -128,11 +131,13 @@ class Case:
     paper_code: str
     seconds: float
     least: int
+    channels_last: bool = False
 
 
 def cases(config: Config) -> Iterator[Case]:
     """By layer, then size, then gradients."""
     rest = (config.dtype, config.compare, config.paper_code, config.seconds, config.least)
+    rest = (*rest, config.channels_last)
     for layer in config.layers:
         with torch.device("meta"):
             has_parameters = any(True for _ in stock_layer(layer, "64x64").parameters())
@@ -175,7 +180,7 @@ def inputs_of(case: Case) -> tuple[Tensor, ...]:
     shape, device = shape_of(case.layer, case.size), best_device()
     if case.layer.startswith("Embedding"):
         return (torch.randint(1000, shape[:1], generator=generator).to(device),)
-    x = torch.randn(shape, generator=generator).to(device, dtype_of(case))
+    x = _stored(case, torch.randn(shape, generator=generator).to(device, dtype_of(case)))
     x.requires_grad_(case.wanted != "parameters")
     if case.layer.startswith("CrossEntropy"):
         return x, torch.randint(shape[1], shape[:1], generator=generator).to(device)
@@ -186,7 +191,12 @@ def inputs_of(case: Case) -> tuple[Tensor, ...]:
 def cotangent_of(case: Case, shape: torch.Size) -> Tensor:
     """The gradient of the output."""
     generator = torch.Generator().manual_seed(1)
-    return torch.randn(shape, generator=generator).to(best_device(), dtype_of(case))
+    return _stored(case, torch.randn(shape, generator=generator).to(best_device(), dtype_of(case)))
+
+
+def _stored(case: Case, images: Tensor) -> Tensor:
+    own = CHANNELS_LAST.get(images.ndim) if case.channels_last else None
+    return images.contiguous(memory_format=own or torch.contiguous_format)
 
 
 class OfActivation(nn.Module):
@@ -359,7 +369,7 @@ def misses(records: Sequence[Record[Case]]) -> Iterator[str]:
         what = f"{record.case.layer}, {record.case.size}, {record.case.wanted}"
         if figures["output_off"]:
             yield f"{what}: the output differs by {figures['output_off']:.1e}"
-        if figures["gradients_off"] > TOLERANCE:
+        if figures["gradients_off"] > TOLERANCE[record.case.dtype]:
             yield f"{what}: the gradients differ by {figures['gradients_off']:.1e}"
         if kept["memsave"] > kept["stock"] * (1 + MARGIN):
             yield f"{what}: keeps {kept['memsave']} bytes, stock {kept['stock']}"

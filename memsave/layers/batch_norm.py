@@ -108,8 +108,8 @@ def weight_or_ones(weight: Tensor | None, g: Tensor, shapes: Shapes) -> Tensor |
     return torch.ones(like.shape, dtype=like.dtype, device=g.device)
 
 
-#: Of fewer elements, or in 16 bits, one operation that passes over them twice is faster than several
-#: of which one passes over them (on two cores, as measured).
+#: Of fewer elements, or in 16 bits, one operation that passes over them twice is faster than
+#: several of which one passes over them (on two cores, as measured).
 FEW_ELEMENTS = 2**17
 
 
