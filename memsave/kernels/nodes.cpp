@@ -18,6 +18,7 @@
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
+#include <ATen/OpMathType.h>
 #include <ATen/Parallel.h>
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/autocast_mode.h>
@@ -841,10 +842,10 @@ at::DimVector channels(const Tensor &x) {
 Tensor noise_of(const Tensor &bits, at::IntArrayRef shape, double p, at::ScalarType dtype) {
     const Tensor noise = memory(shape, dtype);
     const uint8_t *bytes = bits.const_data_ptr<uint8_t>();
-    AT_DISPATCH_FLOATING_TYPES(noise.scalar_type(), "feature_dropout", [&] {
+    AT_DISPATCH_FLOATING_TYPES_AND(at::kBFloat16, noise.scalar_type(), "feature_dropout", [&] {
         scalar_t *values = noise.mutable_data_ptr<scalar_t>();
-        const scalar_t on = 1 / (scalar_t)(1 - p);
-        for (int64_t k = 0; k < noise.numel(); k++) values[k] = bytes[k / 8] >> k % 8 & 1 ? on : 0;
+        const scalar_t on = 1 / (at::opmath_type<scalar_t>)(1 - p);
+        for (int64_t k = 0; k < noise.numel(); k++) values[k] = bytes[k / 8] >> k % 8 & 1 ? on : (scalar_t)0;
     });
     return noise;
 }
@@ -855,7 +856,9 @@ PyObject *feature_dropout(PyObject *, PyObject *const *args, Py_ssize_t count) {
     const Tensor *x = known(args[1]);
     double p;
     if (!x || !numbers(args + 2, &p, 1)) Py_RETURN_NONE;
-    if (x->scalar_type() != at::kFloat && x->scalar_type() != at::kDouble) Py_RETURN_NONE;
+    const auto type = x->scalar_type();
+    const bool is_wide = type == at::kFloat || type == at::kDouble;
+    if (!is_wide && !(type == at::kBFloat16 && x->is_cpu())) Py_RETURN_NONE;
     const auto shape = channels(*x);
     Made made;
     if (x->is_cuda()) {
