@@ -126,6 +126,59 @@ def test_loops_of_several_threads(
         torch.set_num_threads(before)
 
 
+OF_IMAGES = [
+    *(nn.LeakyReLU(0.1), nn.ReLU6(), nn.Hardsigmoid(), nn.Threshold(0.1, 2.0), nn.Hardshrink()),
+    *(nn.Softshrink(), nn.Tanhshrink(), nn.Dropout(0.3), nn.Dropout2d(0.3)),
+    *(nn.MaxPool2d(3, 2, 1), nn.AvgPool2d(2), nn.AvgPool2d(3, 1, 1), nn.ReflectionPad2d(1)),
+    *(nn.ReplicationPad2d(2), nn.BatchNorm2d(6).eval(), nn.Conv2d(6, 8, 3)),
+    *(nn.Conv2d(6, 6, 3, padding=1, groups=3), nn.Conv2d(6, 6, 3, 2, 1, groups=6)),
+    *(nn.Conv2d(6, 4, 3, 2), nn.ConvTranspose2d(6, 4, 3, 2)),
+]
+
+
+@needs_nodes
+@pytest.mark.parametrize("layer", OF_IMAGES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
+@pytest.mark.parametrize("size", [9, 64], ids=["few", "many"])
+def test_images(layer: nn.Module, dtype: torch.dtype, layout: Any, size: int) -> None:
+    """In either format and in 16 bits, there are nodes, too, whatever is the incoming gradient's."""
+    stock = copy.deepcopy(layer).to(dtype).requires_grad_(False)
+    ours = memsave.convert(nn.Sequential(copy.deepcopy(stock)))
+    random = torch.Generator().manual_seed(0)
+    x = torch.randn(3, 6, size, size, generator=random).to(dtype).contiguous(memory_format=layout)
+    for other in (layout, torch.contiguous_format):
+        results = []
+        for module in (ours, stock):
+            given = x.detach().requires_grad_()
+            torch.manual_seed(1)
+            y = module(given)
+            g = helpers.cotangent(y.float()).to(dtype).contiguous(memory_format=other)
+            results.append((y, *torch.autograd.grad(y, given, g)))
+        (y, dx), (expected, gradient) = results
+        assert type(y.grad_fn).__name__ == "MemsaveLayerBackward"
+        same(y, expected, layout=True, rtol=0, atol=0)
+        assert dx.dtype is dtype
+        assert other is not layout or dx.stride() == gradient.stride()
+        largest = gradient.abs().max().item()
+        bound = largest * (2**-6 if dtype is torch.bfloat16 else 1e-5)
+        torch.testing.assert_close(dx, gradient, rtol=0, atol=bound)
+
+
+@needs_nodes
+@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_batch_norm_in_16_bits(weight_dtype: torch.dtype) -> None:
+    """Its parameters may have 32."""
+    layer = nn.BatchNorm2d(6).eval().to(weight_dtype).requires_grad_(False)
+    torch.nn.init.uniform_(layer.running_var, 0.5, 2)
+    torch.nn.init.uniform_(layer.weight, -2, 2)
+    x = torch.randn(3, 6, 9, 9, dtype=torch.bfloat16, requires_grad=True)
+    (expected,) = torch.autograd.grad(layer(x).sum(), x)
+    y = memsave.convert(layer)(x)
+    assert type(y.grad_fn).__name__ == "MemsaveLayerBackward"
+    same(torch.autograd.grad(y.sum(), x)[0], expected, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("size", [64, 65, 1000, 32768, 65536, 98304, 98305, 98304 + 128])
 def test_zeros_of_softshrink_have_the_signs_of_torch(size: int, threads: int) -> None:
