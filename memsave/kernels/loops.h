@@ -50,9 +50,11 @@ typedef struct {
     int from_y, centered;
 } Norm;
 
-/* Softmax of rows of floats, each times its factor. */
+/* Softmax of rows, each times its factor, less that factor for the class of the row (if it is not 0). */
 typedef struct {
-    const void *x, *factors;
+    const void *x;
+    const float *factors;
+    const int64_t *classes;
     void *y;
     ptrdiff_t features;
 } Softmax;
@@ -85,7 +87,8 @@ typedef struct {
     /* Rows of floats or doubles, or groups of several places; the same, with these threads. */
     void (*norm)(const Norm *norm, int is_double, int of_groups, ptrdiff_t rows, ptrdiff_t threads);
     void (*bernoulli)(Twister *twister, uint8_t *bits, ptrdiff_t elements, double p);
-    void (*softmax)(const Softmax *softmax, ptrdiff_t rows, ptrdiff_t threads);
+    /* Of floats or bfloat16. */
+    void (*softmax)(const Softmax *softmax, int kind, ptrdiff_t rows, ptrdiff_t threads);
 } Loops;
 
 #endif

@@ -214,23 +214,34 @@ static inline float over_exponential(float g, float x) {
 OF_CURVES(float, float, , )
 OF_CURVES(bfloat16, uint16_t, of_bfloat16, back_to_bfloat16)
 
-/* Rows of softmax(x), times one factor each. */
-WIDE_LOOP void softmax(const void *work, size start, size end, size thread) {
-    const Softmax *rows = work;
-    const size features = rows->features;
-    (void)thread;
-    for (size row = start; row < end; row++) {
-        const float *x = (const float *)rows->x + row * features;
-        float *y = (float *)rows->y + row * features, largest = -INFINITY, sum = 0;
-        LARGEST_OF(largest) for (size i = 0; i < features; i++) largest = x[i] > largest ? x[i] : largest;
-        SUMMED(sum) for (size i = 0; i < features; i++) {
-            y[i] = exp_of(x[i] - largest);
-            sum += y[i];
-        }
-        const float factor = ((const float *)rows->factors)[row] / sum;
-        EACH for (size i = 0; i < features; i++) y[i] *= factor;
+/* Rows of softmax(x) times one factor each, which is taken from the class of the row. Of 16 bits the
+   exponentials are computed twice, as they cannot be put aside. */
+#define SOFTMAX(NAME, STORED, LOAD, STORE, PUT_ASIDE)                                   \
+    WIDE_LOOP void softmax_##NAME(const void *work, size start, size end, size thread) { \
+        const Softmax *rows = work;                                                     \
+        const size features = rows->features;                                           \
+        (void)thread;                                                                   \
+        for (size row = start; row < end; row++) {                                      \
+            const STORED *x = (const STORED *)rows->x + row * features;                 \
+            STORED *y = (STORED *)rows->y + row * features;                             \
+            float largest = -INFINITY, sum = 0;                                         \
+            LARGEST_OF(largest) for (size i = 0; i < features; i++)                     \
+                largest = LOAD(x[i]) > largest ? LOAD(x[i]) : largest;                  \
+            SUMMED(sum) for (size i = 0; i < features; i++) {                           \
+                const float e = exp_of(LOAD(x[i]) - largest);                           \
+                if (PUT_ASIDE) y[i] = STORE(e);                                         \
+                sum += e;                                                               \
+            }                                                                           \
+            const float factor = rows->factors[row], scale = factor / sum;              \
+            const size class = (size)rows->classes[row];                                \
+            EACH for (size i = 0; i < features; i++)                                    \
+                y[i] = STORE((PUT_ASIDE ? LOAD(y[i]) : exp_of(LOAD(x[i]) - largest)) * scale); \
+            if (factor != 0 && class >= 0 && class < features)                          \
+                y[class] = STORE(exp_of(LOAD(x[class]) - largest) * scale - factor);    \
+        }                                                                               \
     }
-}
+SOFTMAX(float, float, , , 1)
+SOFTMAX(bfloat16, uint16_t, of_bfloat16, to_bfloat16, 0)
 
 /* Normalization, backwards: gradients of x, weight and bias, from x or from y. Of rows, or of groups
    of channels that have several places each. */
@@ -934,8 +945,9 @@ static void run_norm(const Norm *norm, int is_double, int of_groups, size rows, 
         rows * norm->features * norm->places);
 }
 
-static void run_softmax(const Softmax *rows, size count, size threads) {
-    run((Task){softmax, rows, count, 1}, threads, count * rows->features);
+static void run_softmax(const Softmax *rows, int kind, size count, size threads) {
+    Loop *loop = kind == OF_FLOAT ? softmax_float : softmax_bfloat16;
+    run((Task){loop, rows, count, 1}, threads, count * rows->features);
 }
 
 static Loop *loop_for(size family, int code, int bits) {

@@ -1879,8 +1879,9 @@ variable_list Norms::norm_backward(AutogradContext *ctx, const variable_list &gs
 
 /* Cross-entropy of rows of logits, by indices of classes. */
 bool fits(const Tensor &x, const Tensor &target) {
-    const bool is_float = x.scalar_type() == at::kFloat || x.scalar_type() == at::kDouble;
-    return is_known(x) && is_float && x.dim() == 2 && x.is_contiguous() && x.numel() && is_beside(target, x) &&
+    const auto dtype = x.scalar_type();
+    const bool is_served = dtype == at::kFloat || dtype == at::kDouble || (dtype == at::kBFloat16 && x.is_cpu());
+    return is_known(x) && is_served && x.dim() == 2 && x.is_contiguous() && x.numel() && is_beside(target, x) &&
            target.scalar_type() == at::kLong && target.is_contiguous() &&
            target.sizes() == x.sizes().slice(0, 1);
 }
@@ -1920,24 +1921,32 @@ Tensor cross_entropy_backward(AutogradContext *ctx, const Tensor &g) {
     }
     at::AutoDispatchBelowADInplaceOrView guard;
     const int64_t rows = x.size(0), classes = x.size(1), *classed = target.const_data_ptr<int64_t>();
-    const bool is_float = x.scalar_type() == at::kFloat;
-    const Tensor dx = is_float ? memory_like(x) : at::_softmax(x, 1, false), h = memory({rows, 1}, x.scalar_type());
-    AT_DISPATCH_FLOATING_TYPES(x.scalar_type(), "cross_entropy", [&] {
+    const auto dtype = x.scalar_type();
+    const bool is_double = dtype == at::kDouble;
+    const Tensor dx = is_double ? at::_softmax(x, 1, false) : memory_like(x);
+    const Tensor h = memory({rows, 1}, is_double ? at::kDouble : at::kFloat);
+    AT_DISPATCH_FLOATING_TYPES_AND(at::kBFloat16, dtype, "cross_entropy", [&] {
+        using wide_t = at::opmath_type<scalar_t>;
         const scalar_t *of = g.const_data_ptr<scalar_t>();
-        scalar_t *each = h.mutable_data_ptr<scalar_t>(), *gradient = dx.mutable_data_ptr<scalar_t>();
+        wide_t *each = h.mutable_data_ptr<wide_t>();
         const auto count = is_mean ? rows - std::count(classed, classed + rows, ignored) : 1;
-        for (int64_t row = 0; row < rows; row++)
-            each[row] = classed[row] == ignored ? 0 : of[of_rows ? row : 0] / (scalar_t)count;
-        const Softmax softmax = {x.const_data_ptr(), each, gradient, classes};
-        if (is_float) loops->softmax(&softmax, rows, at::get_num_threads());
-        else dx.mul_(h);
         for (int64_t row = 0; row < rows; row++) {
-            if (classed[row] == ignored) continue;
-            TORCH_CHECK_INDEX(classed[row] >= 0 && classed[row] < classes, "Target ", classed[row],
+            const bool is_ignored = classed[row] == ignored;
+            TORCH_CHECK_INDEX(is_ignored || (classed[row] >= 0 && classed[row] < classes), "Target ", classed[row],
                               " is out of bounds.");
-            gradient[row * classes + classed[row]] -= each[row];
+            each[row] = is_ignored ? 0 : of[of_rows ? row : 0] / (wide_t)count;
         }
     });
+    if (!is_double) {
+        const Softmax softmax = {x.const_data_ptr(), h.const_data_ptr<float>(), classed, dx.mutable_data_ptr(), classes};
+        loops->softmax(&softmax, dtype == at::kFloat ? OF_FLOAT : OF_BFLOAT16, rows, at::get_num_threads());
+        return dx;
+    }
+    dx.mul_(h);
+    const double *each = h.const_data_ptr<double>();
+    double *gradient = dx.mutable_data_ptr<double>();
+    for (int64_t row = 0; row < rows; row++)
+        if (classed[row] != ignored) gradient[row * classes + classed[row]] -= each[row];
     return dx;
 }
 
