@@ -1124,7 +1124,9 @@ def test_modules_are_stock_where_that_keeps_no_more(layer, shape, no_more, layou
     is_copied = (layout is None and isinstance(layer, nn.GroupNorm)) or (
         layout is not torch.contiguous_format and isinstance(layer, nn.InstanceNorm2d)
     )
-    assert has_rule(y) != (wanted in no_more and not is_copied)
+    is_last = layout is torch.channels_last and isinstance(layer, nn.GroupNorm)
+    crashes = is_last and wanted == "weight"  # in torch 2.13
+    assert has_rule(y) != (wanted in no_more and not is_copied and not crashes)
 
 
 @pytest.mark.parametrize("layer", [memsave.nn.Conv2d(3, 4, 3), memsave.nn.PReLU(3)])

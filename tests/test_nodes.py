@@ -142,7 +142,7 @@ OF_IMAGES = [
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
 @pytest.mark.parametrize("size", [9, 64], ids=["few", "many"])
 def test_images(layer: nn.Module, dtype: torch.dtype, layout: Any, size: int) -> None:
-    """In either format and in 16 bits, there are nodes, too, whatever is the incoming gradient's."""
+    """In either format and in 16 bits, nodes, too, whatever the incoming gradient's is."""
     stock = copy.deepcopy(layer).to(dtype).requires_grad_(False)
     ours = memsave.convert(nn.Sequential(copy.deepcopy(stock)))
     random = torch.Generator().manual_seed(0)

@@ -295,7 +295,7 @@ def _define(
 
 
 def _wide_on_cpu(device: str) -> torch.dtype | None:
-    """What autocast casts the input of max_pool3d to."""
+    """What autocast casts the input of max pooling to, along three axes."""
     return torch.float32 if device == "cpu" else None
 
 
@@ -308,7 +308,12 @@ _max_pool3d = _define(
 _adaptive_max_pool1d = _define(spec.ADAPTIVE_MAX_POOL1D, 1, F.adaptive_max_pool1d, _adaptive_window)
 _adaptive_max_pool2d = _define(spec.ADAPTIVE_MAX_POOL2D, 2, F.adaptive_max_pool2d, _adaptive_window)
 _adaptive_max_pool3d = _define(
-    spec.ADAPTIVE_MAX_POOL3D, 3, F.adaptive_max_pool3d, _adaptive_window, formats=False
+    spec.ADAPTIVE_MAX_POOL3D,
+    3,
+    F.adaptive_max_pool3d,
+    _adaptive_window,
+    formats=False,
+    autocast=_wide_on_cpu,
 )
 
 
