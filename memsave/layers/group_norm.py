@@ -84,6 +84,18 @@ def _memory_format(x: Tensor) -> torch.memory_format | None:
     return torch.contiguous_format if x.is_contiguous() else None
 
 
+#: Places of an image.
+MANY_PLACES = 2048
+
+
+def _crashes_without_x(x: Tensor, last: torch.memory_format | None) -> bool:
+    """Whether stock's kernel does so, in torch 2.13, if it is asked for gradients of parameters
+    alone: with channels that are last and few places.
+    """
+    has_last = last is not None and last is not torch.contiguous_format and x.is_cpu
+    return has_last and x.shape[2:].numel() < MANY_PLACES
+
+
 def _group_bwd(
     gs: Gs, wrt: Mask, saved: Saved, shapes: Shapes, *, num_groups: int, eps: float
 ) -> Grads:
@@ -120,8 +132,7 @@ def _group_bwd_at_once(
         c,
         math.prod(s),
         num_groups,
-        # (With the channels last, this kernel of torch 2.13 crashes without the first.)
-        ["x" in wrt or (last is not None and g.is_cpu), "weight" in wrt, "bias" in wrt],
+        ["x" in wrt or _crashes_without_x(x, last), "weight" in wrt, "bias" in wrt],
     )
     return {name: grad for name, grad in zip(names, grads, strict=True) if name in wrt}
 
@@ -362,14 +373,13 @@ class GroupNorm(nn.GroupNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         own = for_stock(self, INPUT | WEIGHT, input)
-        # Of another layout the stock op keeps a copy. (Under vmap none but the first is known. Of
-        # parameters alone, the kernel for channels that are last crashes in torch 2.13.)
+        # Of another layout the stock op keeps a copy. (Under vmap none but the first is known.)
         if own is not None and (
             input.is_contiguous()
             or (
-                (input.requires_grad or not torch.is_grad_enabled())
-                and not _are_functorch_transforms_active()
-                and _memory_format(input) is not None
+                not _are_functorch_transforms_active()
+                and (last := _memory_format(input)) is not None
+                and (input.requires_grad or not _crashes_without_x(input, last))
             )
         ):
             return F.group_norm(input, self.num_groups, *own, self.eps)
