@@ -30,7 +30,13 @@ static inline float of_bfloat16(uint16_t half) {
     return value;
 }
 
-/* (Of nan, of what was bfloat16: its lower half is 0.) */
+/* Of a float that is one; of any but nan, or of nan that comes of one (whose lower half is 0); of any. */
+static inline uint16_t as_bfloat16(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, 4);
+    return (uint16_t)(bits >> 16);
+}
+
 static inline uint16_t back_to_bfloat16(float value) {
     uint32_t bits;
     memcpy(&bits, &value, 4);
@@ -39,13 +45,12 @@ static inline uint16_t back_to_bfloat16(float value) {
 
 static inline uint16_t to_bfloat16(float value) { return value != value ? 0x7fc0 : back_to_bfloat16(value); }
 
-/* Elements are STORED, and LOADed to be computed as T; the two numbers come exactly, and stored. */
+/* Elements are STORED, and LOADed to be computed as T; near the two numbers are those that can be stored. */
 #define ARRAYS(T, STORED, LOAD, STORE)                                                  \
     const Arrays *arrays = work;                                                        \
     (void)thread;                                                                       \
     const T a = (T)arrays->a, b = (T)arrays->b;                                         \
-    const STORED stored_a = STORE(a), stored_b = STORE(b);                              \
-    const T near_a = LOAD(stored_a), near_b = LOAD(stored_b);                           \
+    const T near_a = LOAD(STORE(a)), near_b = LOAD(STORE(b));                           \
     const STORED *x = arrays->x;                                                        \
     STORED *y = arrays->y;                                                              \
     uint8_t *bits = arrays->bits;                                                       \
@@ -96,14 +101,14 @@ static inline uint16_t to_bfloat16(float value) { return value != value ? 0x7fc0
 
 /* (In 16 bits torch rounds the numbers that elements are compared with, but not the bounds of hardtanh
    and threshold; nor those by which elements are multiplied.) */
-#define OF_FLOATS(NAME, T, STORED, LOAD, STORE, CLONES)                                 \
-    TO_BITS(leaky_relu_##NAME, T, STORED, LOAD, STORE, uint32_t, flag = v > 0; y[j] = v > 0 ? x[j] : STORE(v * a)) \
+#define OF_FLOATS(NAME, T, STORED, LOAD, STORE, AS, CLONES)                             \
+    TO_BITS(leaky_relu_##NAME, T, STORED, LOAD, STORE, uint32_t, flag = v > 0; y[j] = v > 0 ? AS(v) : STORE(v * a)) \
     TO_BITS(hardtanh_##NAME, T, STORED, LOAD, STORE, uint32_t, flag = !(v <= a) & !(v >= b); \
-            const STORED w = v < a ? stored_a : x[j]; y[j] = LOAD(w) > b ? stored_b : w) \
-    TO_BITS(threshold_##NAME, T, STORED, LOAD, STORE, uint32_t, flag = !(v <= a); y[j] = v <= a ? stored_b : x[j]) \
+            const T w = v < a ? near_a : v; y[j] = AS(w > b ? near_b : w))              \
+    TO_BITS(threshold_##NAME, T, STORED, LOAD, STORE, uint32_t, flag = !(v <= a); y[j] = AS(v <= a ? near_b : v)) \
     TO_BITS(hardshrink_##NAME, T, STORED, LOAD, STORE, uint32_t,                        \
             const int within = (v >= near_a) & (v <= near_b);                           \
-            flag = !within; y[j] = within ? 0 : x[j])                                   \
+            flag = !within; y[j] = AS(within ? 0 : v))                                  \
     TO_BITS(hardsigmoid_##NAME, T, STORED, LOAD, STORE, uint32_t, flag = (v > a) & (v < b); const T w = v - a; \
             y[j] = STORE((w < 0 ? 0 : w > b - a ? b - a : w) / (b - a)))                \
     TO_BITS(above_##NAME, T, STORED, LOAD, STORE, uint32_t, flag = v > near_a)          \
@@ -111,11 +116,11 @@ static inline uint16_t to_bfloat16(float value) { return value != value ? 0x7fc0
     TO_BITS(not_outside_##NAME, T, STORED, LOAD, STORE, uint32_t, flag = !((v <= a) | (v >= b))) \
     TO_BITS(not_inside_##NAME, T, STORED, LOAD, STORE, uint32_t,                        \
             flag = !((v >= near_a) & (v <= near_b)))                                    \
-    FROM_BITS(CLONES, scale_##NAME, T, STORED, LOAD, STORE, uint32_t, STORE(v * (flag ? a : b)))          \
+    FROM_BITS(CLONES, scale_##NAME, T, STORED, LOAD, STORE, uint32_t, STORE(v * (flag ? a : b))) \
     FROM_BITS(CLONES, part_##NAME, T, STORED, LOAD, STORE, uint32_t, STORE(flag ? v * a : 0))
-OF_FLOATS(float, float, float, , , LOOP)
-OF_FLOATS(double, double, double, , , LOOP)
-OF_FLOATS(bfloat16, float, uint16_t, of_bfloat16, back_to_bfloat16, WIDE_LOOP)
+OF_FLOATS(float, float, float, , , , LOOP)
+OF_FLOATS(double, double, double, , , , LOOP)
+OF_FLOATS(bfloat16, float, uint16_t, of_bfloat16, back_to_bfloat16, as_bfloat16, WIDE_LOOP)
 
 #define OF_WIDE_FLOATS(T)                                                               \
     TO_BITS(relu_##T, T, T, , , uint32_t, flag = !(v <= 0); y[j] = v < 0 ? 0 : v)       \
