@@ -26,6 +26,7 @@ from torch._functorch import config as functorch_config
 from torch.utils.checkpoint import checkpoint
 
 import memsave
+from memsave.kernels.memory import FORMATS
 
 from .harness import GIB, Experiment
 from .measure import (
@@ -56,8 +57,6 @@ SHAPES = {
 CALLS = {"64x64": 100}
 #: Gradients of outputs differ in rounding where sums are taken in another order.
 TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2}
-#: Memory formats that store the channels of images last, by the number of axes.
-CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 #: By which memsave may keep more than stock: for its parameters alone, RMSNorm keeps the input
 #: (which a neighbour may keep too) and a number per row, stock the normalized input alone.
 MARGIN = 0.02
@@ -136,8 +135,10 @@ class Case:
 
 def cases(config: Config) -> Iterator[Case]:
     """By layer, then size, then gradients."""
-    rest = (config.dtype, config.compare, config.paper_code, config.seconds, config.least)
-    rest = (*rest, config.channels_last)
+    rest = (
+        *(config.dtype, config.compare, config.paper_code, config.seconds, config.least),
+        config.channels_last,
+    )
     for layer in config.layers:
         with torch.device("meta"):
             has_parameters = any(True for _ in stock_layer(layer, "64x64").parameters())
@@ -195,7 +196,7 @@ def cotangent_of(case: Case, shape: torch.Size) -> Tensor:
 
 
 def _stored(case: Case, images: Tensor) -> Tensor:
-    own = CHANNELS_LAST.get(images.ndim) if case.channels_last else None
+    own = FORMATS.get(images.ndim) if case.channels_last else None
     return images.contiguous(memory_format=own or torch.contiguous_format)
 
 

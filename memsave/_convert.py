@@ -313,11 +313,9 @@ def _bound_forwards(module: nn.Module) -> list[str]:
     its place (as the hooks of accelerate) may call it by them.
     """
     forward = MethodType(type(module).forward, module)
-    return [name for name, value in vars(module).items() if _is_method(value) and value == forward]
-
-
-def _is_method(value: Any) -> bool:
-    return type(value) is MethodType
+    # (Tensors among them compare element by element.)
+    methods = [item for item in vars(module).items() if type(item[1]) is MethodType]
+    return [name for name, method in methods if method == forward]
 
 
 def _is_replaced(module: nn.Module) -> bool:

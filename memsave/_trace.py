@@ -291,7 +291,11 @@ def _left_as_it_was(model: nn.Module) -> Iterator[None]:
     tensors, or has drawn.
     """
     attributes = [(m, type(m), dict(vars(m)), _contents(m)) for m in model.modules()]
-    plain, generators = _state_beside(model)
+    values = [value for _, _, before, _ in attributes for value in before.values()]
+    for *_, contents in attributes:
+        for container, _ in contents:
+            values += container.values() if isinstance(container, dict) else container
+    plain, generators = _state_of(values, {*model.parameters(), *model.buffers()})
     numpy = sys.modules.get("numpy.random")
     drawn = random.getstate(), numpy and numpy.get_state()
     try:
@@ -332,21 +336,13 @@ def _contents(module: nn.Module) -> list[tuple[Any, Any]]:
     return [*found.values()]
 
 
-def _state_beside(model: nn.Module) -> tuple[list[Any], list[Any]]:
-    """Tensors that are neither parameters nor buffers, with their versions and copies; and random
-    generators, with their states.
+def _state_of(values: list[Any], others: set[Tensor]) -> tuple[list[Any], list[Any]]:
+    """Tensors but ``others``, with their versions and copies; and random generators, with their
+    states.
     """
-    state = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
-    found: dict[int, Any] = {}
-    for module in model.modules():
-        values = [*vars(module).values()]
-        for container, _ in _contents(module):
-            values += container.values() if isinstance(container, dict) else container
-        found |= {id(value): value for value in values if id(value) not in state}
-    tensors = [
-        value for value in found.values() if type(value) is Tensor and not value.is_inference()
-    ]
-    generators = [value for value in found.values() if isinstance(value, torch.Generator)]
+    tensors = {value for value in values if type(value) is Tensor and not value.is_inference()}
+    tensors -= others
+    generators = {value for value in values if isinstance(value, torch.Generator)}
     return (
         [(tensor, tensor._version, tensor.detach().clone()) for tensor in tensors],
         [(generator, generator.get_state()) for generator in generators],
@@ -389,16 +385,16 @@ def run(
         trainable: Which parameters want a gradient. Default: those that require it.
         fake: Whether on fake tensors. Default: if the model's forward runs on them.
     """
-    if fake is None:
-        try:
-            return run(model, inputs, kwargs, trainable, fake=True)
-        except Exception:  # Fake tensors know less than real ones; of a mistake these tell, too.
-            return run(model, inputs, kwargs, trainable, fake=False)
     if any(map(_is_sharded, model.modules())):
         raise RuntimeError(
             "FSDP has taken this model over, and would take the stand-ins of a dry run for its own "
             "parameters: run it before the model is sharded (or convert without example inputs)"
         )
+    if fake is None:
+        try:
+            return run(model, inputs, kwargs, trainable, fake=True)
+        except Exception:  # Fake tensors know less than real ones; of a mistake these tell, too.
+            return run(model, inputs, kwargs, trainable, fake=False)
     mode = FakeTensorMode(allow_non_fake_inputs=True) if fake else None
     state = _dry_state(model, trainable, mode)
 

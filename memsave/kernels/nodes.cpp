@@ -208,6 +208,11 @@ Tensor stand_in(const Tensor &g, at::IntArrayRef shape, at::MemoryFormat format 
     return x;
 }
 
+/* Of x, as a node remembers it. */
+at::MemoryFormat format_in(AutogradContext *ctx) {
+    return (at::MemoryFormat)ctx->saved_data.at("format").toInt();
+}
+
 /* The gradient itself, yet to be written, where nobody looks on: that of CPU kernels, which write it into
    what is given. Undefined elsewhere. */
 Tensor to_be_written(const Tensor &g, at::IntArrayRef shape, at::MemoryFormat format) {
@@ -223,8 +228,7 @@ Tensor aligned(const Tensor &x) { return is_aligned(x) ? x : x.clone(); }
 /* Whether a loop may read them: hooks of saved tensors may give back anything. */
 bool are_bits(const Tensor &bits, const Tensor &of, int64_t elements) {
     return is_beside(bits, of) && (bits.is_cpu() || is_aligned(bits)) && bits.scalar_type() == at::kByte &&
-           bits.is_contiguous() &&
-           bits.numel() == (elements + 7) / 8;
+           bits.is_contiguous() && bits.numel() == (elements + 7) / 8;
 }
 
 /* Loops of native.c. Backward of activations that are linear in pieces: what of g passes, and what becomes
@@ -1281,14 +1285,14 @@ Tensor convolution_backward(AutogradContext *ctx, const Tensor &given) {
     const bool few = c10::multiply_integers(shape) < FEW_ELEMENTS;
     Tensor g = given, x;
     if (g.is_cpu()) { /* whose gradient is stored as x */
-        const auto format = (at::MemoryFormat)ctx->saved_data.at("format").toInt();
+        const auto format = format_in(ctx);
         g = g.contiguous(format);
         const bool is_last = format != at::MemoryFormat::Contiguous, fits = c10::multiply_integers(shape) <= g.numel();
         /* (oneDNN takes twice as long for the transposed one of several groups of channels that are last.) */
         const bool in_groups = is_last && options[1] > 1 && options[1] < shape[1] && g.scalar_type() == at::kFloat;
-        if (is_last ? fits && (few || in_groups) : few) x = stand_in(g, shape, format);
-    } else if (options[1] > 1 && g.is_contiguous()) x = at::empty({1}, g.options()).expand(shape);
-    if (!transposed && x.defined()) /* (which copies x on CUDA where cuDNN is not at hand) */
+        if (!transposed && (is_last ? fits && (few || in_groups) : few)) x = stand_in(g, shape, format);
+    } else if (!transposed && options[1] > 1 && g.is_contiguous()) x = at::empty({1}, g.options()).expand(shape);
+    if (x.defined()) /* (which copies x on CUDA where cuDNN is not at hand) */
         return std::get<0>(at::convolution_backward(g, x, weight, at::OptionalIntArrayRef(), by(STRIDE), by(PADDING),
                                                     by(DILATION), false, zeros, options[1], {true, false, false}));
     return at::convolution(g, weight, {}, by(STRIDE), by(PADDING), by(DILATION), !transposed,
@@ -1335,7 +1339,7 @@ Tensor pad_backward(AutogradContext *ctx, const Tensor &g) {
     const auto edges = ctx->saved_data.at("edges").toDimVector();
     const auto shape = ctx->saved_data.at("shape").toDimVector();
     const bool replicates = ctx->saved_data.at("replicates").toBool();
-    const auto format = (at::MemoryFormat)ctx->saved_data.at("format").toInt();
+    const auto format = format_in(ctx);
     if (Tensor dx = to_be_written(g, shape, format); dx.defined()) {
         at::AutoDispatchBelowADInplaceOrView guard;
         return WRITE_PADS_BACKWARD[replicates][edges.size() / 2 - 1](g.contiguous(format), dx, edges, dx);
@@ -1395,7 +1399,7 @@ Tensor avg_pool_backward(AutogradContext *ctx, const Tensor &g) {
     const auto divisor = options[2] ? std::optional<int64_t>(options[2]) : std::nullopt;
     const bool flat = ctx->saved_data.at("flat").toBool();
     if (ctx->saved_data.count("format")) {
-        const auto format = (at::MemoryFormat)ctx->saved_data.at("format").toInt();
+        const auto format = format_in(ctx);
         if (Tensor dx = to_be_written(g, shape, format); dx.defined()) {
             at::AutoDispatchBelowADInplaceOrView guard;
             return at::avg_pool2d_backward_outf(g.contiguous(format), dx, by(0), by(1), by(2), options[0], options[1],

@@ -36,7 +36,7 @@ from .norm import (
     rstd_only,
     tells_its_input,
 )
-from .shape import channels_last, is_size
+from .shape import is_size, last_format
 
 # Group normalization.
 
@@ -116,8 +116,8 @@ def _group_bwd_at_once(
     if not is_dynamo_compiling():
         last = _memory_format(x)
     # (The compiler cannot ask what is saved for its layout.)
-    elif g.device.type not in CHANNELS_FIRST and channels_last(shapes["x"], g.ndim - 2):  # type: ignore[arg-type]
-        last = FORMATS.get(g.ndim)
+    elif g.device.type not in CHANNELS_FIRST:
+        last = last_format(shapes["x"])  # type: ignore[arg-type]
     memory_format = last or torch.contiguous_format
     weight = weight_or_ones(saved["weight"] if "x" in wrt else None, g, shapes)
     n, c, *s = x.shape

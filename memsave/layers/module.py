@@ -133,8 +133,8 @@ def derive(stock: Class, forward: Callable[..., Any], *rows: Layer) -> Class:
 def _rebuild(stock: Class, names: tuple[str, ...]) -> nn.Module:
     extensions.load()
     made = [cls for cls in offered(stock) if cls.__module__ == __name__]
-    of_rows = [cls for cls in made if tuple(row.name for row in ROWS[cls]) == names]
-    cls = of_rows[0] if of_rows else stock
+    of_rows = (cls for cls in made if tuple(row.name for row in ROWS[cls]) == names)
+    cls = next(of_rows, stock)
     return cls.__new__(cls)
 
 
@@ -167,8 +167,10 @@ def is_hooked(module: nn.Module) -> bool:
         return True
     if "forward" in vars(module):
         return True
-    every = (_global_forward_hooks, _global_forward_pre_hooks)
-    every += (_global_backward_hooks, _global_backward_pre_hooks)
+    every = (
+        *(_global_forward_hooks, _global_forward_pre_hooks),
+        *(_global_backward_hooks, _global_backward_pre_hooks),
+    )
     return any(hooks and hooks.keys() - OF_RECORDERS for hooks in every)
 
 

@@ -79,9 +79,7 @@ def by_shape(backward: Callable[..., Tensor], g: Tensor, like: Like, *args: Any)
 
 def empty_in_format(g: Tensor, like: Like) -> Tensor:
     """Memory for the gradient of a tensor."""
-    dims = len(like.shape) - 2
-    last = FORMATS.get(dims + 2) if dims > 0 and channels_last(like, dims) else None
-    own = last or torch.contiguous_format
+    own = last_format(like) or torch.contiguous_format
     return torch.empty(like.shape, dtype=g.dtype, device=g.device, memory_format=own)
 
 
@@ -90,9 +88,14 @@ def in_format(gradient: Tensor, like: Like | None) -> Tensor:
     assert like is not None
     if torch.compiler.is_compiling() or not is_plain_gradient(gradient):
         return gradient
-    if gradient.ndim in FORMATS and channels_last(like, gradient.ndim - 2):
-        return gradient.contiguous(memory_format=FORMATS[gradient.ndim])
-    return gradient
+    last = last_format(like)
+    return gradient if last is None else gradient.contiguous(memory_format=last)
+
+
+def last_format(like: Like) -> torch.memory_format | None:
+    """The format that stores the channels last, if the tensor is in it (and they are several)."""
+    last = FORMATS.get(len(like.shape))
+    return last if last and channels_last(like, len(like.shape) - 2) else None
 
 
 def channels_last(like: Like, dims: int) -> bool:
