@@ -1960,15 +1960,17 @@ PyObject *batch_norm_eval(PyObject *, PyObject *const *args, Py_ssize_t count) {
     const Tensor *x = known(args[1]);
     double eps;
     if (!x || !x->numel() || !numbers(args + 6, &eps, 1) || eps < 0) Py_RETURN_NONE;
-    if (x->dim() < 2) Py_RETURN_NONE;
-    auto wide = c10::elementSize(x->scalar_type()) < 4 ? at::kFloat : x->scalar_type();
+    if (x->dim() < 2 || !THPVariable_CheckExact(args[2])) Py_RETURN_NONE;
+    const auto own = x->scalar_type(), wide = c10::elementSize(own) < 4 ? at::kFloat : own;
+    /* (On CPU they may have 16 bits, too, all of them.) */
+    const bool are_narrow = x->is_cpu() && THPVariable_Unpack(args[2]).scalar_type() == own;
+    const auto dtype = are_narrow ? own : wide;
     enum { MEAN, VAR, SCALE_BY, SHIFT_BY };
     std::optional<Tensor> vectors[4];
     for (int k = 0; k < 4; k++) {
         if (args[2 + k] == Py_None && k > VAR) continue;
         const Tensor *vector = THPVariable_CheckExact(args[2 + k]) ? &THPVariable_Unpack(args[2 + k]) : nullptr;
-        if (vector && k == MEAN && x->is_cpu() && vector->scalar_type() == x->scalar_type()) wide = x->scalar_type();
-        if (!vector || !is_beside(*vector, *x) || vector->scalar_type() != wide) Py_RETURN_NONE;
+        if (!vector || !is_beside(*vector, *x) || vector->scalar_type() != dtype) Py_RETURN_NONE;
         vectors[k] = *vector;
     }
     Made made;
