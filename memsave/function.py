@@ -157,13 +157,19 @@ def define(
     return differentiable(rule)
 
 
+#: Devices of nodes, as these count them.
+_CASTS = (("cpu", 1), ("cuda", 2))
+
+
 def differentiable(rule: Rule) -> Callable[..., Any]:
     """The differentiable function of a rule (see :func:`define`)."""
     # What follows runs at every call of a layer, mostly with cold caches, where it is the number
     # of Python functions that costs: so it calls few, and looks up at definition what it can.
     row, primal, unless, autocast = rule.row, rule.primal, rule.unless, rule.autocast
     smooth, function = rule.smooth, _function(rule)
-    casts = autocast is not None and not rule.node_casts
+    casts = 0
+    if autocast is not None and not rule.node_casts:
+        casts = sum(bit for device, bit in _CASTS if autocast(device) is not None)
     # Not the row's own mappings, which torch.compile cannot trace in every version.
     names = tuple(row.args)
     wantable = tuple(place for place, name in enumerate(names) if name in row.reads)

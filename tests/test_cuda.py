@@ -90,7 +90,9 @@ LAYERS: dict[str, Callable[[], tuple[nn.Module, nn.Module]]] = {
     "MaxPool2d, apart": lambda: (nn.MaxPool2d(2, 3), memsave.nn.MaxPool2d(2, 3)),
     "Hardsigmoid in place": lambda: (nn.Hardsigmoid(True), memsave.nn.Hardsigmoid(True)),
     "AvgPool2d": lambda: (nn.AvgPool2d(2), memsave.nn.AvgPool2d(2)),
+    "AvgPool2d, over each other": lambda: (nn.AvgPool2d(3, 2, 1), memsave.nn.AvgPool2d(3, 2, 1)),
     "AdaptiveAvgPool2d": lambda: (nn.AdaptiveAvgPool2d(3), memsave.nn.AdaptiveAvgPool2d(3)),
+    "AdaptiveAvgPool2d, uneven": lambda: (nn.AdaptiveAvgPool2d(5), memsave.nn.AdaptiveAvgPool2d(5)),
     "ReflectionPad2d": lambda: (nn.ReflectionPad2d(1), memsave.nn.ReflectionPad2d(1)),
     "Conv2d": lambda: alike(nn.Conv2d, 16, 8, 3, 2, 1),
     "Conv2d of channels": lambda: alike(nn.Conv2d, 16, 16, 3, padding=1, groups=16),
@@ -184,6 +186,28 @@ def test_convolutions_without_cudnn() -> None:
             y = layer(x * 1)
             results.append((y, *torch.autograd.grad(y, x, torch.ones_like(y))))
     same(results[1], results[0], rtol=1e-4, atol=1e-5)
+
+
+@needs_device
+@pytest.mark.parametrize("dims", [1, 2])
+def test_grouped_convolutions_copy_no_input(dims: int) -> None:
+    _, layer = alike((nn.Conv1d, nn.Conv2d)[dims - 1], 64, 64, 3, padding=1, groups=64)
+    x = torch.randn(8, 64, *[1 << 14 // dims] * dims, device="cuda", requires_grad=True)  # 32 MiB
+    y = layer.cuda()(x)
+    g = torch.ones_like(y)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    torch.autograd.grad(y, x, g)
+    assert torch.cuda.max_memory_allocated() - before < 1.5 * x.nbytes
+
+
+@needs_device
+@pytest.mark.parametrize("name", ["max_pool3d", "adaptive_max_pool3d"])
+def test_nodes_where_autocast_leaves_a_layer_alone(name: str) -> None:
+    x = torch.randn(2, 3, 8, 8, 8, device="cuda", requires_grad=True)
+    with torch.autocast("cuda"):
+        y = getattr(memsave.functional, name)(x, 2)
+    assert type(y.grad_fn).__name__ == "MemsaveLayerBackward"
 
 
 FIRST = """

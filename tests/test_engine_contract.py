@@ -1004,6 +1004,15 @@ def test_windows_of_adaptive_pooling(inputs, outputs) -> None:
     assert helpers.kept(lambda: pool(x, outputs)) == bits / 8
 
 
+@pytest.mark.parametrize("size", [0, (0, 2)])
+def test_averages_of_no_places(size: Any) -> None:
+    """Stock's error, also where the channels are stored last."""
+    x = torch.randn(2, 3, 8, 8).contiguous(memory_format=torch.channels_last).requires_grad_()
+    y = memsave.functional.adaptive_avg_pool2d(x, size)
+    with pytest.raises(RuntimeError, match="non-zero size"):
+        y.sum().backward()
+
+
 @pytest.mark.parametrize("few", [0, 2**17])
 @pytest.mark.parametrize("shape", [(2, 3, 5, 7), (4, 3)])
 def test_batch_norm_in_eval_mode_of_few_elements_and_of_many(few, shape, monkeypatch) -> None:

@@ -133,6 +133,7 @@ OF_IMAGES = [
     *(nn.ReplicationPad2d(2), nn.BatchNorm2d(6).eval(), nn.Conv2d(6, 8, 3)),
     *(nn.Conv2d(6, 6, 3, padding=1, groups=3), nn.Conv2d(6, 6, 3, 2, 1, groups=6)),
     *(nn.Conv2d(6, 4, 3, 2), nn.ConvTranspose2d(6, 4, 3, 2)),
+    *(nn.AdaptiveAvgPool2d(3), nn.AdaptiveAvgPool2d((4, 5))),
 ]
 
 
@@ -269,13 +270,28 @@ def test_weights_that_a_user_overwrites_unseen(value: float) -> None:
         same(*results)
 
 
+#: Options of cross-entropy of four classes.
+OF_CLASSES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "smoothed": {"label_smoothing": 0.25},
+    "weighted": {"weight": torch.tensor([0.5, 3.0, 0.0, 2.0])},
+}
+of_classes = pytest.mark.parametrize("options", OF_CLASSES.values(), ids=OF_CLASSES)
+
+
+def _in_dtype(options: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    return {key: v.to(dtype) if isinstance(v, Tensor) else v for key, v in options.items()}
+
+
 @needs_nodes
+@of_classes
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_rows_of_logits(reduction: str, dtype: torch.dtype) -> None:
-    """(The properties seldom draw logits without spatial axes, in storage order, and no weight.)"""
+def test_rows_of_logits(reduction: str, dtype: torch.dtype, options: dict[str, Any]) -> None:
+    """(The properties seldom draw logits without spatial axes, in storage order.)"""
     x = torch.randn(5, 4, generator=torch.Generator().manual_seed(0), dtype=dtype)
-    target, options = torch.tensor([3, 1, 0, 2, 1]), {"ignore_index": 1, "reduction": reduction}
+    target = torch.tensor([3, 1, 0, 2, 1])
+    options = {"ignore_index": 1, "reduction": reduction, **_in_dtype(options, dtype)}
     x.requires_grad_()
 
     def run(loss: Callable[..., Tensor]) -> list[Tensor]:
@@ -354,18 +370,39 @@ def test_softmax_of_cross_entropy(classes: int) -> None:
 
 
 @needs_nodes
-def test_cross_entropy_in_16_bits() -> None:
+@of_classes
+def test_cross_entropy_in_16_bits(options: dict[str, Any]) -> None:
     """Rounded once, also where a probability is near 1, which has few digits itself."""
+    options = _in_dtype(options, torch.bfloat16)
+    if "weight" in options:
+        options["weight"] = options["weight"].repeat(13)[:50]
     x = (4 * torch.randn(300, 50, generator=torch.Generator().manual_seed(0))).bfloat16()
     target = torch.arange(300) % 50
     x[torch.arange(100), target[:100]] = 12
     target[-1] = -100
-    loss = memsave.functional.cross_entropy(x.requires_grad_(), target)
+    loss = memsave.functional.cross_entropy(x.requires_grad_(), target, **options)
     assert type(loss.grad_fn).__name__ == "MemsaveLayerBackward"
     (dx,) = torch.autograd.grad(loss, x)
-    wide = x.detach().double().requires_grad_()
-    (expected,) = torch.autograd.grad(nn.functional.cross_entropy(wide, target), wide)
-    same(dx.double(), expected, rtol=2**-8, atol=1e-12)
+    wide, options = x.detach().double().requires_grad_(), _in_dtype(options, torch.float64)
+    (expected,) = torch.autograd.grad(nn.functional.cross_entropy(wide, target, **options), wide)
+    # (Where smoothing and a probability nearly cancel, their difference has fewer digits.)
+    same(dx.double(), expected, rtol=2**-8, atol=1e-8 if "label_smoothing" in options else 1e-12)
+
+
+@needs_nodes
+def test_softmax_of_special_numbers_in_16_bits() -> None:
+    """Also where all logits are negative, or far apart."""
+    x = torch.linspace(-1, -99, 40).bfloat16().repeat(6, 1)
+    x[:, 3] = -torch.inf
+    x[1], x[2], x[3, 7], x[4, 7], x[5, 7] = -torch.inf, torch.inf, torch.nan, torch.inf, -torch.nan
+    target = torch.zeros(6, dtype=torch.int64)
+    loss = memsave.functional.cross_entropy(x.requires_grad_(), target, reduction="sum")
+    assert type(loss.grad_fn).__name__ == "MemsaveLayerBackward"
+    (dx,) = torch.autograd.grad(loss, x)
+    p = x.detach().double().softmax(1)
+    p[:, 0] -= 1
+    same(dx.double(), p, rtol=2**-8, atol=1e-37)
+    assert dx[0, 3] == 0
 
 
 @needs_nodes

@@ -158,17 +158,18 @@ FROM_BITS(LOOP, select_int32_t, int32_t, int32_t, , , uint32_t, flag ? v : 0)
 FROM_BITS(LOOP, select_int64_t, int64_t, int64_t, , , uint32_t, flag ? v : 0)
 
 /* exp(u), and exp(u) - 1: with u = n log(2) + r they are 2^n (exp(r) - 1), and to that 2^n, or 2^n - 1. The
-   series of exp(r) - 1 has as many terms as a float can tell. */
+   series of exp(r) - 1 has as many terms as a float can tell, or fewer if that is to be a bfloat16 (is_short).
+   Below the normal numbers 2^n is 0. */
 typedef struct {
     float power, product;
 } Exponential;
 
-static inline Exponential exponential_of(float u) {
-    u = u < -87 ? -87 : u > 88 ? 88 : u; /* (nan stays) */
+static inline Exponential exponential_of(float u, int is_short) {
+    u = u < -127 * 0.69314718f ? -127 * 0.69314718f : u; /* (nan stays) */
     const float whole = 12582912, rounded = u * 1.44269504f + whole, n = rounded - whole; /* 1.5 * 2^23 */
-    const float r = u - n * 0.693359375f + n * 2.12194440e-4f;
-    const float exponential = r * (1 + r * (1 / 2.f + r * (1 / 6.f + r * (1 / 24.f + r * (1 / 120.f +
-                              r * (1 / 720.f + r * (1 / 5040.f)))))));
+    const float r = is_short ? u - n * 0.69314718f : u - n * 0.693359375f + n * 2.12194440e-4f;
+    const float terms = is_short ? 0 : r * (1 / 120.f + r * (1 / 720.f + r * (1 / 5040.f)));
+    const float exponential = r * (1 + r * (1 / 2.f + r * (1 / 6.f + r * (1 / 24.f + terms))));
     uint32_t bits;
     float power;
     memcpy(&bits, &rounded, 4); /* those of whole, and n */
@@ -177,27 +178,27 @@ static inline Exponential exponential_of(float u) {
     return (Exponential){power, power * exponential};
 }
 
-static inline float expm1_of(float u) {
-    const Exponential e = exponential_of(u);
+static inline float expm1_of(float u, int is_short) {
+    const Exponential e = exponential_of(u > 88 ? 88 : u, is_short);
     return e.product + (e.power - 1);
 }
 
-/* Of no more than 0: nothing, where it is below the normal numbers. */
-static inline float exp_of(float u) {
-    const Exponential e = exponential_of(u);
-    return u < -87 ? 0 : e.product + e.power;
+/* Of no more than 0. */
+static inline float exp_of(float u, int is_short) {
+    const Exponential e = exponential_of(u, is_short);
+    return e.product + e.power;
 }
 
-static inline float tanh_of(float u) {
-    const float e = expm1_of(2 * u);
+static inline float tanh_of(float u, int is_short) {
+    const float e = expm1_of(2 * u, is_short);
     return e / (e + 2);
 }
 
 static inline float square(float u) { return u * u; }
 
 /* g / (1 + exp(x)), in two steps where it may be below the normal numbers. */
-static inline float over_exponential(float g, float x) {
-    const float half = exp_of(fabsf(x) / -2);
+static inline float over_exponential(float g, float x, int is_short) {
+    const float half = exp_of(fabsf(x) / -2, is_short);
     return (x > 0 ? g * half * half : g) / (1 + square(half));
 }
 
@@ -212,41 +213,55 @@ static inline float over_exponential(float g, float x) {
             y[i] = STORE(SLOPE);                                                        \
         }                                                                               \
     }
-#define OF_CURVES(NAME, STORED, LOAD, STORE)                                            \
-    FROM_CURVE(rest_##NAME, STORED, LOAD, STORE, g * -expm1_of(a * kept))               \
-    FROM_CURVE(tanh2_##NAME, STORED, LOAD, STORE, g * square(tanh_of(kept)))            \
-    FROM_CURVE(logistic_##NAME, STORED, LOAD, STORE, over_exponential(g, kept))
-OF_CURVES(float, float, , )
-OF_CURVES(bfloat16, uint16_t, of_bfloat16, back_to_bfloat16)
+#define OF_CURVES(NAME, STORED, LOAD, STORE, IS_SHORT)                                  \
+    FROM_CURVE(rest_##NAME, STORED, LOAD, STORE, g * -expm1_of(a * kept, IS_SHORT))     \
+    FROM_CURVE(tanh2_##NAME, STORED, LOAD, STORE, g * square(tanh_of(kept, IS_SHORT)))  \
+    FROM_CURVE(logistic_##NAME, STORED, LOAD, STORE, over_exponential(g, kept, IS_SHORT))
+OF_CURVES(float, float, , , 0)
+OF_CURVES(bfloat16, uint16_t, of_bfloat16, back_to_bfloat16, 1)
 
-/* Rows of softmax(x) times one factor each, which is taken from the class of the row. Of 16 bits the
-   exponentials are computed twice, as they cannot be put aside. */
-#define SOFTMAX(NAME, STORED, LOAD, STORE, PUT_ASIDE)                                   \
+static inline float largest_float(const float *x, size count) {
+    float largest = -INFINITY;
+    LARGEST_OF(largest) for (size i = 0; i < count; i++) largest = x[i] > largest ? x[i] : largest;
+    return largest;
+}
+
+/* As integers, once what is negative counts downwards. (nan may be the largest.) */
+static inline int16_t in_order(uint16_t half) { return (int16_t)half < 0 ? (int16_t)(half ^ 0x7fff) : (int16_t)half; }
+
+static inline float largest_bfloat16(const uint16_t *x, size count) {
+    int16_t largest = INT16_MIN;
+    LARGEST_OF(largest) for (size i = 0; i < count; i++) largest = in_order(x[i]) > largest ? in_order(x[i]) : largest;
+    return of_bfloat16((uint16_t)in_order((uint16_t)largest));
+}
+
+/* Gradients of cross-entropy. Of 16 bits the exponentials are computed twice, as they cannot be put aside. */
+#define SOFTMAX(NAME, STORED, LOAD, STORE, IS_SHORT)                                    \
     WIDE_LOOP void softmax_##NAME(const void *work, size start, size end, size thread) { \
         const Softmax *rows = work;                                                     \
         const size features = rows->features;                                           \
+        const float smoothing = (float)rows->smoothing, rest = (float)(1 - rows->smoothing); \
         (void)thread;                                                                   \
         for (size row = start; row < end; row++) {                                      \
             const STORED *x = (const STORED *)rows->x + row * features;                 \
             STORED *y = (STORED *)rows->y + row * features;                             \
-            float largest = -INFINITY, sum = 0;                                         \
-            LARGEST_OF(largest) for (size i = 0; i < features; i++)                     \
-                largest = LOAD(x[i]) > largest ? LOAD(x[i]) : largest;                  \
+            const float largest = largest_##NAME(x, features);                          \
+            float sum = 0;                                                              \
             SUMMED(sum) for (size i = 0; i < features; i++) {                           \
-                const float e = exp_of(LOAD(x[i]) - largest);                           \
-                if (PUT_ASIDE) y[i] = STORE(e);                                         \
+                const float e = exp_of(LOAD(x[i]) - largest, IS_SHORT);                 \
+                if (!IS_SHORT) y[i] = STORE(e);                                         \
                 sum += e;                                                               \
             }                                                                           \
-            const float factor = rows->factors[row], scale = factor / sum;              \
+            const float factor = rows->factors[row], scale = factor / sum, each = factor * smoothing / features; \
             const size class = (size)rows->classes[row];                                \
             EACH for (size i = 0; i < features; i++)                                    \
-                y[i] = STORE((PUT_ASIDE ? LOAD(y[i]) : exp_of(LOAD(x[i]) - largest)) * scale); \
+                y[i] = STORE((IS_SHORT ? exp_of(LOAD(x[i]) - largest, IS_SHORT) : LOAD(y[i])) * scale - each); \
             if (factor != 0 && class >= 0 && class < features)                          \
-                y[class] = STORE(exp_of(LOAD(x[class]) - largest) * scale - factor);    \
+                y[class] = STORE(exp_of(LOAD(x[class]) - largest, IS_SHORT) * scale - each - factor * rest); \
         }                                                                               \
     }
-SOFTMAX(float, float, , , 1)
-SOFTMAX(bfloat16, uint16_t, of_bfloat16, to_bfloat16, 0)
+SOFTMAX(float, float, , , 0)
+SOFTMAX(bfloat16, uint16_t, of_bfloat16, back_to_bfloat16, 1)
 
 /* Normalization, backwards: gradients of x, weight and bias, from x or from y. Of rows, or of groups
    of channels that have several places each. */

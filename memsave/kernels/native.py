@@ -22,7 +22,7 @@ from .memory import in_order, layout_of_pool, len_of_functions, planes
 from .reference import PIECES, TESTS, Like, Rows, Windows
 
 #: That of loops.h.
-INTERFACE = 14
+INTERFACE = 15
 
 
 def check(module: ModuleType) -> None:

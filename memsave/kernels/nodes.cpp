@@ -602,9 +602,10 @@ bool is_autocast(const Tensor &x) {
 PyObject *wanted(PyObject *, PyObject *const *args, Py_ssize_t count) {
     HANDLE_TH_ERRORS
     TORCH_CHECK_TYPE(count == 3 && PyTuple_Check(args[0]) && PyTuple_Check(args[1]),
-                     "wanted takes two tuples and a flag");
+                     "wanted takes two tuples and the devices");
     if (!is_usual()) Py_RETURN_NONE;
-    const bool casts = args[2] == Py_True;
+    const long casts = PyLong_AsLong(args[2]);
+    if (PyErr_Occurred()) return nullptr;
     long bits = 0;
     const bool enabled = at::GradMode::is_enabled();
     for (Py_ssize_t place = 0, k = 0; place < PyTuple_GET_SIZE(args[1]); place++) {
@@ -613,7 +614,8 @@ PyObject *wanted(PyObject *, PyObject *const *args, Py_ssize_t count) {
         if (arg != Py_None) {
             if (!THPVariable_CheckExact(arg)) Py_RETURN_NONE;
             const Tensor &tensor = THPVariable_Unpack(arg);
-            if (!is_known(tensor) || tensor.is_complex() || (casts && is_autocast(tensor))) Py_RETURN_NONE;
+            if (!is_known(tensor) || tensor.is_complex()) Py_RETURN_NONE;
+            if (casts & (tensor.is_cuda() ? 2 : 1) && is_autocast(tensor)) Py_RETURN_NONE;
             if (counts && enabled && tensor.requires_grad()) bits |= 1l << k;
         }
         k += counts;
@@ -1207,7 +1209,9 @@ Tensor batch_norm_eval_backward(AutogradContext *ctx, const Tensor &g) {
     if (!fast || (g.is_cuda() && !by_torch)) {
         Tensor scale = kept[0].to(wide).add(eps).rsqrt();
         if (kept.size() > 1) scale = scale * kept[1].to(wide);
-        return (g * scale.view(shape)).to(g.scalar_type());
+        if (!fast) return (g * scale.view(shape)).to(g.scalar_type());
+        Tensor dx = at::empty_like(g);
+        return at::mul_out(dx, g, scale.view(shape)); /* in one pass, also where g is narrower */
     }
     at::AutoDispatchBelowADInplaceOrView guard;
     if (by_torch) { /* It reads x, the mean and the statistics for other gradients alone. */
@@ -1225,6 +1229,12 @@ Tensor batch_norm_eval_backward(AutogradContext *ctx, const Tensor &g) {
             by[k] = 1 / std::sqrt(var[k] + (scalar_t)eps) * (weight ? weight[k] : 1);
     });
     return times(g, scale);
+}
+
+/* Of two axes, of which the first has one place. */
+at::DimVector with_one_place(at::DimVector shape) {
+    shape.insert(shape.end() - 1, 1);
+    return shape;
 }
 
 /* Convolutions, transposed or not, by what is no parameter. The gradient is the other of the two; of few
@@ -1291,12 +1301,23 @@ Tensor convolution_backward(AutogradContext *ctx, const Tensor &given) {
         /* (oneDNN takes twice as long for the transposed one of several groups of channels that are last.) */
         const bool in_groups = is_last && options[1] > 1 && options[1] < shape[1] && g.scalar_type() == at::kFloat;
         if (!transposed && (is_last ? fits && (few || in_groups) : few)) x = stand_in(g, shape, format);
-    } else if (!transposed && options[1] > 1 && g.is_contiguous()) x = at::empty({1}, g.options()).expand(shape);
-    if (x.defined()) /* (which copies x on CUDA where cuDNN is not at hand) */
-        return std::get<0>(at::convolution_backward(g, x, weight, at::OptionalIntArrayRef(), by(STRIDE), by(PADDING),
-                                                    by(DILATION), false, zeros, options[1], {true, false, false}));
-    return at::convolution(g, weight, {}, by(STRIDE), by(PADDING), by(DILATION), !transposed,
-                           transposed ? at::IntArrayRef(zeros) : by(LEFT_OVER), options[1]);
+    } else if (!transposed && options[1] > 1 && g.is_contiguous()) {
+        /* (It copies x where cuDNN is not at hand; and that of one axis always, but not of two.) */
+        x = at::empty({1}, g.options()).expand(dims == 1 ? with_one_place(shape) : shape);
+    }
+    if (!x.defined())
+        return at::convolution(g, weight, {}, by(STRIDE), by(PADDING), by(DILATION), !transposed,
+                               transposed ? at::IntArrayRef(zeros) : by(LEFT_OVER), options[1]);
+    const bool flat = x.dim() > g.dim();
+    const auto along = [&](Sizes one, int64_t first) {
+        at::DimVector sizes(by(one));
+        if (flat) sizes.insert(sizes.begin(), first);
+        return sizes;
+    };
+    const Tensor dx = std::get<0>(at::convolution_backward(
+        flat ? g.unsqueeze(-2) : g, x, flat ? weight.unsqueeze(-2) : weight, at::OptionalIntArrayRef(), along(STRIDE, 1),
+        along(PADDING, 0), along(DILATION, 1), false, at::DimVector(x.dim() - 2, 0), options[1], {true, false, false}));
+    return flat ? dx.squeeze(-2) : dx;
 }
 
 /* Padding by reflection and replication. */
@@ -1384,12 +1405,6 @@ PyObject *avg_pool(PyObject *, PyObject *const *args, Py_ssize_t count) {
     END_HANDLE_TH_ERRORS
 }
 
-/* Of two axes, of which the first has one place. */
-at::DimVector with_one_place(at::DimVector shape) {
-    shape.insert(shape.end() - 1, 1);
-    return shape;
-}
-
 Tensor avg_pool_backward(AutogradContext *ctx, const Tensor &g) {
     ctx->get_saved_variables(); /* (as above) */
     const auto options = ctx->saved_data.at("options").toDimVector();
@@ -1421,7 +1436,9 @@ PyObject *adaptive_avg_pool(PyObject *, PyObject *const *args, Py_ssize_t count)
     at::DimVector out;
     const Py_ssize_t given = count_of(args[3]);
     if (given < 0 ? args[3] == Py_None : (size_t)given != dims) Py_RETURN_NONE;
-    if (!x || !x->is_contiguous() || !x->numel() || (size_t)x->dim() < dims) Py_RETURN_NONE;
+    if (!x || !x->numel() || (size_t)x->dim() < dims) Py_RETURN_NONE;
+    const auto format = any_format_of(*x, dims);
+    if (!format || (x->is_cuda() && !x->is_contiguous())) Py_RETURN_NONE;
     if (!sizes(args[3], dims, out, x->sizes().slice(x->dim() - dims))) Py_RETURN_NONE;
     Made made;
     made.y = compute([&] {
@@ -1431,6 +1448,7 @@ PyObject *adaptive_avg_pool(PyObject *, PyObject *const *args, Py_ssize_t count)
     if (!made.y.numel()) Py_RETURN_NONE;
     made.call["dims"] = (int64_t)dims;
     made.call["shape"] = x->sizes();
+    made.call["format"] = (int64_t)*format;
     return layer(args[0], *x, ADAPTIVE_AVG_POOL, made);
     END_HANDLE_TH_ERRORS
 }
@@ -1439,9 +1457,17 @@ Tensor adaptive_avg_pool_backward(AutogradContext *ctx, const Tensor &g) {
     ctx->get_saved_variables(); /* (as above) */
     const auto shape = ctx->saved_data.at("shape").toDimVector();
     const int64_t dims = ctx->saved_data.at("dims").toInt();
-    const Tensor x = stand_in(g, dims == 1 ? with_one_place(shape) : shape);
-    if (dims == 1) return at::_adaptive_avg_pool2d_backward(g.unsqueeze(-2), x).squeeze(-2);
-    return dims == 2 ? at::_adaptive_avg_pool2d_backward(g, x) : at::_adaptive_avg_pool3d_backward(g, x);
+    const auto format = format_in(ctx);
+    if (dims == 1) return at::_adaptive_avg_pool2d_backward(g.unsqueeze(-2), stand_in(g, with_one_place(shape))).squeeze(-2);
+    const auto backward = dims == 2 ? at::_adaptive_avg_pool2d_backward : at::_adaptive_avg_pool3d_backward;
+    Tensor dx = format == at::MemoryFormat::Contiguous ? Tensor() : to_be_written(g, shape, format);
+    if (!dx.defined()) return backward(g, stand_in(g, shape));
+    const Tensor last = g.contiguous(format);
+    /* The kernel for channels that are last wants x in this format; another takes the gradient itself for x. */
+    const int64_t windows[] = {shape[2] / g.size(2), shape[3] / g.size(3)}, none[] = {0, 0};
+    if (dims == 3 || shape[2] % g.size(2) || shape[3] % g.size(3)) return backward(last, dx);
+    at::AutoDispatchBelowADInplaceOrView guard;
+    return at::avg_pool2d_backward_outf(last, dx, windows, windows, none, false, true, std::nullopt, dx);
 }
 
 /* Embeddings, which keep their indices as the smallest integers. */
@@ -1562,7 +1588,7 @@ PyObject *instance_norm(PyObject *, PyObject *const *args, Py_ssize_t count) {
     const Tensor *x = plain(args[1]);
     double eps;
     Tensor vectors[2];
-    if (!x || !x->is_contiguous() || !numbers(args + 4, &eps, 1)) Py_RETURN_NONE;
+    if (!x || !numbers(args + 4, &eps, 1)) Py_RETURN_NONE;
     if (x->dim() < 3 || x->numel() < 2 * x->size(0) * x->size(1) || !x->numel()) Py_RETURN_NONE;
     for (int k = 0; k < 2; k++) {
         if (args[2 + k] == Py_None) continue;
@@ -1892,36 +1918,55 @@ bool fits(const Tensor &x, const Tensor &target) {
 
 PyObject *cross_entropy(PyObject *, PyObject *const *args, Py_ssize_t count) {
     HANDLE_TH_ERRORS
-    TORCH_CHECK_TYPE(count == 5, "cross_entropy takes 5 arguments");
+    TORCH_CHECK_TYPE(count == 7, "cross_entropy takes 7 arguments");
     const Tensor *x = known(args[1]), *target = known(args[2]);
-    if (!x || !target || !fits(*x, *target) || !PyLong_CheckExact(args[3])) Py_RETURN_NONE;
-    const int64_t ignored = PyLong_AsLongLong(args[3]), reduction = PyLong_AsLongLong(args[4]);
+    double smoothing;
+    if (!x || !target || !fits(*x, *target) || !PyLong_CheckExact(args[4])) Py_RETURN_NONE;
+    if (!numbers(args + 6, &smoothing, 1) || smoothing < 0 || smoothing > 1) Py_RETURN_NONE;
+    const int64_t ignored = PyLong_AsLongLong(args[4]), reduction = PyLong_AsLongLong(args[5]);
     if (PyErr_Occurred()) return nullptr;
+    std::optional<Tensor> weight;
+    if (args[3] != Py_None) {
+        const Tensor *given = known(args[3]);
+        const bool is_like_x = given && is_beside(*given, *x) && given->scalar_type() == x->scalar_type();
+        if (!is_like_x || given->dim() != 1 || given->size(0) != x->size(1) || !given->is_contiguous()) Py_RETURN_NONE;
+        weight = *given;
+    }
+    if ((weight || smoothing) && (x->is_cuda() || (weight && smoothing))) Py_RETURN_NONE;
     Made made;
     compute([&] {
-        made.y = at::cross_entropy_loss(*x, *target, {}, reduction, ignored);
+        made.y = at::cross_entropy_loss(*x, *target, weight, reduction, ignored, smoothing);
         made.kept = {*x, *target};
+        if (weight) made.kept.push_back(*weight);
     });
     made.call["ignored"] = ignored;
     made.call["is_mean"] = reduction == at::Reduction::Mean;
+    made.call["smoothing"] = smoothing;
     return layer(args[0], *x, CROSS_ENTROPY, made);
     END_HANDLE_TH_ERRORS
 }
 
-/* That of x is softmax(x) * h, less h for the class of the target, of each row. */
+/* That of x is (softmax(x) - q) * h for each row, of which q is 1 for the class of the target, or that
+   smoothed over all classes. */
 Tensor cross_entropy_backward(AutogradContext *ctx, const Tensor &g) {
     const auto kept = ctx->get_saved_variables();
-    const Tensor &x = kept[0], &target = kept[1];
+    const Tensor &x = kept[0], &target = kept[1], weight = kept.size() > 2 ? kept[2] : Tensor();
     const int64_t ignored = ctx->saved_data.at("ignored").toInt();
     const bool is_mean = ctx->saved_data.at("is_mean").toBool();
+    const double smoothing = ctx->saved_data.at("smoothing").toDouble();
     const bool of_rows = g.dim() && g.is_contiguous() && g.sizes() == target.sizes();
-    const bool fast = is_final(g) && fits(x, target) && x.device() == g.device() && g.scalar_type() == x.scalar_type();
+    const bool fast = is_final(g) && fits(x, target) && x.device() == g.device() && g.scalar_type() == x.scalar_type() &&
+                      (!weight.defined() || (is_known(weight) && weight.is_contiguous()));
     if (!fast || !(of_rows || !g.dim()) || g.is_cuda()) {
-        const Tensor counts = target != ignored, index = (target * counts).unsqueeze(1);
-        const Tensor each = is_mean ? g / counts.sum(g.scalar_type()) : g;
-        const Tensor h = at::where(counts, each, at::zeros({}, g.options())).unsqueeze(1);
-        if (fast) return at::softmax(x, 1).mul_(h).scatter_add_(1, index, h.neg());
-        return at::softmax(x, 1) * h - at::zeros_like(x).scatter(1, index, h);
+        const Tensor counts = target != ignored, index = target * counts;
+        const Tensor of_target = weight.defined() ? weight.index({index}) * counts : counts.to(g.scalar_type());
+        const Tensor each = is_mean ? g / of_target.sum() : g;
+        const Tensor zero = at::zeros({}, g.options());
+        const Tensor h = at::where(counts, weight.defined() ? each * of_target : each, zero).unsqueeze(1);
+        const Tensor p = at::softmax(x, 1), hard = smoothing ? h * (1 - smoothing) : h, column = index.unsqueeze(1);
+        if (fast && !smoothing) return p.mul_(h).scatter_add_(1, column, hard.neg());
+        const Tensor dx = p * h - at::zeros_like(x).scatter(1, column, hard);
+        return smoothing ? dx - h * (smoothing / x.size(1)) : dx;
     }
     at::AutoDispatchBelowADInplaceOrView guard;
     const int64_t rows = x.size(0), classes = x.size(1), *classed = target.const_data_ptr<int64_t>();
@@ -1932,25 +1977,30 @@ Tensor cross_entropy_backward(AutogradContext *ctx, const Tensor &g) {
     AT_DISPATCH_FLOATING_TYPES_AND(at::kBFloat16, dtype, "cross_entropy", [&] {
         using wide_t = at::opmath_type<scalar_t>;
         const scalar_t *of = g.const_data_ptr<scalar_t>();
-        wide_t *each = h.mutable_data_ptr<wide_t>();
-        const auto count = is_mean ? rows - std::count(classed, classed + rows, ignored) : 1;
+        const scalar_t *weights = weight.defined() ? weight.const_data_ptr<scalar_t>() : nullptr;
+        wide_t *each = h.mutable_data_ptr<wide_t>(), total = 0;
         for (int64_t row = 0; row < rows; row++) {
             const bool is_ignored = classed[row] == ignored;
             TORCH_CHECK_INDEX(is_ignored || (classed[row] >= 0 && classed[row] < classes), "Target ", classed[row],
                               " is out of bounds.");
-            each[row] = is_ignored ? 0 : of[of_rows ? row : 0] / (wide_t)count;
+            each[row] = is_ignored ? 0 : weights ? (wide_t)weights[classed[row]] : 1;
+            total += each[row];
         }
+        for (int64_t row = 0; row < rows; row++)
+            if (classed[row] != ignored) each[row] *= of[of_rows ? row : 0] / (is_mean ? total : 1);
     });
     if (!is_double) {
-        const Softmax softmax = {x.const_data_ptr(), h.const_data_ptr<float>(), classed, dx.mutable_data_ptr(), classes};
+        const Softmax softmax = {x.const_data_ptr(), h.const_data_ptr<float>(), classed, dx.mutable_data_ptr(), classes,
+                                 smoothing};
         loops->softmax(&softmax, dtype == at::kFloat ? OF_FLOAT : OF_BFLOAT16, rows, at::get_num_threads());
         return dx;
     }
     dx.mul_(h);
+    if (smoothing) dx.sub_(h, smoothing / (double)classes);
     const double *each = h.const_data_ptr<double>();
     double *gradient = dx.mutable_data_ptr<double>();
     for (int64_t row = 0; row < rows; row++)
-        if (classed[row] != ignored) gradient[row * classes + classed[row]] -= each[row];
+        if (classed[row] != ignored) gradient[row * classes + classed[row]] -= each[row] * (1 - smoothing);
     return dx;
 }
 

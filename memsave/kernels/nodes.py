@@ -36,7 +36,7 @@ for _node in _nodes.connect(_native.loops, _families, DeviceContext, _compiled):
 #: ``wanted(places, args, casts)``: of the arguments at these places (in order), whose gradients are
 #: wanted, as bits of a number; ``None`` if an argument is neither ``None`` nor a plain tensor of
 #: the CPU or of a CUDA device, or if anything is on that gives operations another meaning (a mode;
-#: autocast, if it ``casts``; ...).
+#: autocast, if it ``casts`` on that device: 1 for the CPU, 2 for CUDA; ...).
 wanted = _nodes.wanted
 #: ``for_stock(parameters, wanted, input, casts, has_bias)``: :func:`memsave.function.for_stock` of
 #: the ``__dict__`` of a module, while nobody observes.
@@ -134,8 +134,9 @@ def curve(row: str, x: Tensor, a: float = 0.0, b: float = 0.0, c: float = 0.0) -
     return _nodes.curve(row, x, CURVES[row], a, b, c)
 
 
-#: ``cross_entropy(row, x, target, ignore_index, reduction)``, of rows of logits, by indices of
-#: classes that have no weights; the reduction as torch numbers it.
+#: ``cross_entropy(row, x, target, weight, ignore_index, reduction, label_smoothing)``, of rows of
+#: logits, by indices of classes; the reduction as torch numbers it. (On CUDA without weights and
+#: smoothing, elsewhere by one of them.)
 cross_entropy = _nodes.cross_entropy
 
 

@@ -98,7 +98,7 @@ def _adaptive_bwd(
     # For the kernel of this format x has to be in it, too. (With one in another, the gradient would
     # be made in that first, and copied: as much memory.)
     g, sizes = in_format(g, like), tuple(zip(like.shape[-dims:], g.shape[-dims:], strict=True))
-    if dims == 2 and all(size % out == 0 for size, out in sizes):
+    if dims == 2 and all(out and size % out == 0 for size, out in sizes):
         kernel = [size // out for size, out in sizes]
         average = torch.ops.aten.avg_pool2d_backward
         return {"x": by_shape(average, g, like, kernel, kernel, [0, 0], False, True, None)}

@@ -305,7 +305,8 @@ def _instance_node(
 ) -> Tensor | None:
     if wrt != {"x"} or running_mean is not None or running_var is not None:
         return None
-    if kernels.beats_batch_norm(x):  # by a kernel of the rule
+    as_read = x if x.is_contiguous() else x.new_empty(x.shape)
+    if kernels.beats_batch_norm(as_read):  # by a kernel of the rule
         return None
     return kernels.nodes.instance_norm(row, x, weight, bias, eps)
 

@@ -144,10 +144,8 @@ def _node(
     reduction: str,
     label_smoothing: float,
 ) -> Tensor | None:
-    if weight is not None or label_smoothing:
-        return None
     mode = _reduction.get_enum(reduction)
-    return kernels.nodes.cross_entropy(row, x, target, ignore_index, mode)
+    return kernels.nodes.cross_entropy(row, x, target, weight, ignore_index, mode, label_smoothing)
 
 
 # torch.compile keeps the logits and what normalizes them, by itself.
