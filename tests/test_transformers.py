@@ -160,7 +160,7 @@ class Config:
     """What constructors of such layers ask for."""
 
     hidden_size, intermediate_size, d_model, d_ff = 16, 24, 16, 24
-    mlp_bias, use_bias, dropout_rate = False, False, 0.0
+    mlp_bias, use_bias, dropout_rate, hidden_dropout_prob = False, False, 0.0, 0.0
     hidden_act = hidden_activation = dense_act_fn = "silu"
 
 
@@ -171,6 +171,8 @@ MLPS = [
     ("gemma", "GemmaMLP"),
     ("phi3", "Phi3MLP"),
     ("t5", "T5DenseGatedActDense"),
+    ("t5gemma", "T5GemmaMLP"),
+    ("gte", "GteMLP"),
 ]
 
 
@@ -195,6 +197,40 @@ def test_gated_layer(model: str, name: str, act: str) -> None:
     one = 64 * 24 * 4
     assert sizes[1] == (2 * one if act != "mish" else 3 * one)
     assert sizes[0] >= 3 * one
+
+
+@pytest.mark.parametrize(
+    ("model", "name"), [one for one in MLPS if hasattr(mlp(*one, nn.SiLU()), "dropout")]
+)
+def test_dropout_within_a_gated_layer(model: str, name: str) -> None:
+    layer, x = mlp(model, name, nn.SiLU()), torch.randn(64, 16, requires_grad=True)
+    layer.dropout.p = 0.5
+    results = []
+    for change in (lambda layer: layer, memsave.convert):
+        layer = change(layer)
+        torch.manual_seed(0)
+        results.append(step(layer, x))
+    stock, ours = results
+    assert "memsave" in repr(layer).partition("(")[0]
+    same(ours[0], stock[0], rtol=0, atol=0)
+    same(ours, stock)
+    assert not torch.equal(layer.eval()(x), ours[0])
+
+
+class DropsItsOutput(of("llama", "LlamaMLP")):  # type: ignore[misc]
+    def __init__(self) -> None:
+        super().__init__(Config())
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dropout(super().forward(x))
+
+
+def test_dropout_after_a_gated_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a class is another one."""
+    monkeypatch.setattr(DropsItsOutput, "__module__", "transformers_modules.custom")
+    layer = memsave.convert(DropsItsOutput())
+    assert type(layer) is DropsItsOutput
 
 
 @pytest.mark.parametrize("hook", ["register_forward_hook", "register_full_backward_hook"])

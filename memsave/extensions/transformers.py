@@ -214,6 +214,10 @@ def _down(self: Any, y: Tensor) -> Tensor:
     return self.down_proj(y)
 
 
+def _dropped_down(self: Any, y: Tensor) -> Tensor:
+    return self.down_proj(self.dropout(y))
+
+
 def _t5_down(self: Any, y: Tensor) -> Tensor:
     y, weight = self.dropout(y), self.wo.weight
     if isinstance(weight, Tensor) and weight.dtype not in (y.dtype, torch.int8):
@@ -222,24 +226,24 @@ def _t5_down(self: Any, y: Tensor) -> Tensor:
 
 
 class Layout(NamedTuple):
-    """Where such a layer has what; ``children``: features in and out, of 4 and of 6."""
+    """Where such a layer has what; ``linear``: features in and out, of 4 and of 6."""
 
     inside: Callable[[Any, Tensor], tuple[Tensor, Tensor]]
     outside: Callable[[Any, Tensor], Tensor]
     act: str
-    children: dict[str, tuple[int, int]]
+    linear: dict[str, tuple[int, int]]
+    has_dropout: bool = False
 
 
+_SEPARATE = {"gate_proj": (4, 6), "up_proj": (4, 6), "down_proj": (6, 4)}
 LAYOUTS = (
-    *(
-        Layout(_separate, _down, act, {"gate_proj": (4, 6), "up_proj": (4, 6), "down_proj": (6, 4)})
-        for act in ("act_fn", "activation_fn", "act")
-    ),
+    *(Layout(_separate, _down, act, _SEPARATE) for act in ("act_fn", "activation_fn", "act")),
     *(
         Layout(_together, _down, act, {"gate_up_proj": (4, 12), "down_proj": (6, 4)})
         for act in ("act_fn", "activation_fn")
     ),
-    Layout(_t5_separate, _t5_down, "act", {"wi_0": (4, 6), "wi_1": (4, 6), "wo": (6, 4)}),
+    Layout(_separate, _dropped_down, "act_fn", _SEPARATE, True),
+    Layout(_t5_separate, _t5_down, "act", {"wi_0": (4, 6), "wi_1": (4, 6), "wo": (6, 4)}, True),
 )
 
 
@@ -270,8 +274,10 @@ def _norm_attributes(dtype: torch.dtype, eps: str) -> dict[str, Any]:
 
 
 def _mlp_attributes(dtype: torch.dtype, layout: Layout) -> dict[str, Any]:
-    children = {name: nn.Linear(*sizes, dtype=dtype) for name, sizes in layout.children.items()}
-    return {**children, layout.act: nn.SiLU(), "dropout": nn.Identity()}
+    linear = {name: nn.Linear(*sizes, dtype=dtype) for name, sizes in layout.linear.items()}
+    # What tells whether it is called, and where; of others there is none to be called.
+    dropout = {"dropout": nn.Tanh()} if layout.has_dropout else {}
+    return {**linear, **dropout, layout.act: nn.SiLU()}
 
 
 CANDIDATES = (

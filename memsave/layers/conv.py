@@ -165,7 +165,7 @@ def _conv_bwd(
         if is_size(g.numel(), 0):
             dx = g.new_zeros(padded_shape)
         elif g.is_cuda and groups > 1 and g.ndim == dims + 2 > 3 and g.is_contiguous():
-            # (Where each channel is a group, stock has a kernel of its own. It copies x of one axis.)
+            # (Where each channel is a group, stock has its own kernel; that of one axis copies x.)
             options = (steps, edges, apart, False, [0] * dims, groups, [True, False, False])
             x = g.new_empty(1).expand(padded_shape)  # which is not read
             backward = torch.ops.aten.convolution_backward
