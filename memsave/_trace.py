@@ -5,6 +5,7 @@ predicts of them. By default on fake tensors, which have shapes and storages but
 from __future__ import annotations
 
 import copy
+import logging
 import random
 import sys
 import weakref
@@ -371,6 +372,17 @@ def _stand_in(tensor: Tensor, fake: FakeTensorMode | None) -> Tensor:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
 
+@contextmanager
+def _quiet(logger: logging.Logger) -> Iterator[None]:
+    """Where what it logs as an error is none: it is tried otherwise."""
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
 @torch.inference_mode(False)
 def run(
     model: nn.Module,
@@ -392,7 +404,8 @@ def run(
         )
     if fake is None:
         try:
-            return run(model, inputs, kwargs, trainable, fake=True)
+            with _quiet(logging.getLogger("torch._subclasses.fake_tensor")):
+                return run(model, inputs, kwargs, trainable, fake=True)
         except Exception:  # Fake tensors know less than real ones; of a mistake these tell, too.
             return run(model, inputs, kwargs, trainable, fake=False)
     mode = FakeTensorMode(allow_non_fake_inputs=True) if fake else None
@@ -421,6 +434,13 @@ def run(
                 "the model's forward depends on values, which fake tensors do not have; "
                 "memsave.report(..., fake=False) runs it on the real ones"
             ) from error
+        except Exception as error:
+            if fake:
+                error.add_note(
+                    "(This was a dry run on fake tensors. If the model itself takes these inputs, "
+                    "memsave.report(..., fake=False) does so, too.)"
+                )
+            raise
     free = {storage_key(tensor) for tensor in state.values()}
     given = {
         storage_key(value) for value in tree_leaves((inputs, kwargs)) if isinstance(value, Tensor)

@@ -1328,6 +1328,14 @@ def test_norms_over_several_axes_of_another_layout_are_stock(cls) -> None:
 
 
 @pytest.mark.parametrize("cls", [nn.LayerNorm, nn.RMSNorm])
+def test_norms_over_several_axes_of_another_layout_without_gradients(cls) -> None:
+    x = torch.randn(8, 20, 7).permute(0, 2, 1).unflatten(2, (4, 5)).permute(0, 3, 2, 1)[None]
+    for drop_in in helpers.drop_ins(cls):
+        expected = cls((4, 7)).requires_grad_(False)(x)
+        same(drop_in((4, 7)).requires_grad_(False)(x), expected, layout=True, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("cls", [nn.LayerNorm, nn.RMSNorm])
 def test_norms_over_no_elements(cls) -> None:
     for drop_in in (cls, *helpers.drop_ins(cls)):
         layer = cls((0, 3))

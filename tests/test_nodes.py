@@ -166,6 +166,44 @@ def test_images(layer: nn.Module, dtype: torch.dtype, layout: Any, size: int) ->
         torch.testing.assert_close(dx, gradient, rtol=0, atol=bound)
 
 
+#: Images of which one axis has one place, whose stride may be anything.
+ONE_PLACE: dict[str, Callable[[], Tensor]] = {
+    "a batch of one": lambda: torch.randn(12, 20, 6).permute(2, 0, 1)[None],
+    "one channel": lambda: torch.randn(3, 1, 9, 9).to(memory_format=torch.channels_last),
+    "one place": lambda: torch.randn(2 * 6).as_strided((2, 6, 1, 1), (6, 1, 6, 6)),
+    "rows": lambda: torch.randn(2, 7, 6).mT.unsqueeze(-1),
+    "odd": lambda: torch.randn(36 * 4).as_strided((1, 4, 6, 6), (7, 36, 6, 1)),
+}
+OF_ANY_IMAGE = [
+    *(nn.ReLU(), nn.LeakyReLU(0.1), nn.ReLU6(), nn.Hardtanh(), nn.Hardsigmoid(), nn.Hardshrink()),
+    *(nn.Softshrink(), nn.Threshold(0.1, 2.0), nn.Dropout(0.4), nn.AlphaDropout(0.4)),
+    *(nn.Tanhshrink(), nn.LogSigmoid(), nn.Softsign(), nn.MaxPool2d(2), nn.MaxPool2d(3, 2, 1)),
+    *(nn.AdaptiveMaxPool2d(1), nn.AdaptiveMaxPool2d((3, 5)), nn.AvgPool2d(2)),
+    *(nn.AdaptiveAvgPool2d((3, 5)), nn.ReflectionPad2d(1)),
+]
+
+
+@pytest.mark.parametrize("image", ONE_PLACE.values(), ids=ONE_PLACE)
+@pytest.mark.parametrize("layer", OF_ANY_IMAGE, ids=str)
+@pytest.mark.parametrize("has_nodes", [True, False])
+def test_strides_of_axes_of_one_place(
+    layer: nn.Module, image: Any, has_nodes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By which the next layer chooses a kernel, or whether it can be viewed."""
+    if not has_nodes:
+        monkeypatch.setattr(function, "nodes", None)
+    x = image().requires_grad_()
+    results = []
+    for module in (layer, memsave.convert(nn.Sequential(copy.deepcopy(layer)))):
+        torch.manual_seed(0)
+        results.append(helpers.attempt(module, x))
+    expected, y = results
+    same(y, expected, layout=True, rtol=0, atol=0)
+    if isinstance(expected, Tensor):
+        (dx,) = torch.autograd.grad(y, x, torch.ones_like(y))
+        same(dx, torch.autograd.grad(expected, x, torch.ones_like(y))[0])
+
+
 @needs_nodes
 @pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_batch_norm_in_16_bits(weight_dtype: torch.dtype) -> None:
@@ -367,6 +405,40 @@ def test_softmax_of_cross_entropy(classes: int) -> None:
     same(dx[:, 1:].double(), p[:, 1:], rtol=6 * eps, atol=1e-37)
     same(dx[:, 0].double(), p[:, 0], rtol=0, atol=2 * eps)
     assert (dx[4:, 2::5] == 0).all()
+
+
+@needs_nodes
+@of_classes
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("shape", [(3, 4, 43), (2, 4, 17, 19), (1, 4, 2, 4, 8)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_logits_of_images(
+    shape: tuple[int, ...], dtype: torch.dtype, reduction: str, options: dict[str, Any]
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(shape, generator=generator, dtype=torch.float64).mul(3).to(dtype)
+    places = x.view(*shape[:2], -1)
+    places[0, 0, 1], places[0, :, 3], places[0, 1, 4] = -torch.inf, torch.nan, torch.inf
+    target = torch.randint(4, (shape[0], *shape[2:]), generator=generator)
+    x.requires_grad_()
+
+    def run(x: Tensor, loss: Callable[..., Tensor]) -> list[Tensor]:
+        own = {"ignore_index": 1, "reduction": reduction, **_in_dtype(options, x.dtype)}
+        y = loss(x, target, **own)
+        if loss is memsave.functional.cross_entropy:
+            assert type(y.grad_fn).__name__ == "MemsaveLayerBackward"
+        g = torch.linspace(1, 2, y.numel()).to(dtype).view(y.shape)
+        return [y, *torch.autograd.grad(y, x, g.to(x.dtype))]
+
+    y, dx = run(x, memsave.functional.cross_entropy)
+    same(y, run(x, nn.functional.cross_entropy)[0], rtol=0, atol=0)
+    (_, exact) = run(x.detach().double().requires_grad_(), nn.functional.cross_entropy)
+    # Rounded once, and where two terms nearly cancel, to rounding of the larger.
+    roundings = 1 if dtype is torch.bfloat16 else 8
+    eps = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
+    largest = exact.nan_to_num(0).abs().max().item()
+    rtol = roundings * torch.finfo(dtype).eps
+    same(dx.double(), exact, rtol=rtol, atol=(2**8 if roundings == 1 else 4) * eps * largest)
 
 
 @needs_nodes

@@ -187,6 +187,33 @@ def test_forward_that_depends_on_values():
     assert memsave.report(Reads(), x, fake=False).stock == 16
 
 
+class Experts(nn.Module):
+    """By an operation of which torch's fake kernel takes bfloat16 alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.act = nn.Parameter(torch.randn(2, 16, 16)), nn.ReLU()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.act(torch._grouped_mm(x, self.weight, offs=torch.tensor([3, 8]).int()))
+
+
+def test_forward_that_fake_kernels_refuse(caplog):
+    """A report says what else there is; convert goes that way, and nobody has to see why."""
+    x = torch.randn(8, 16, requires_grad=True)
+    try:
+        Experts()(x)
+    except RuntimeError:
+        pytest.skip("this version of torch does not run it on CPU")
+    with pytest.raises(RuntimeError, match="BF16") as caught:
+        memsave.report(Experts(), x)
+    assert "fake=False" in caught.value.__notes__[0]
+    caplog.clear()
+    assert type(memsave.convert(Experts(), x).act) is memsave.nn.ReLU
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+    assert memsave.report(Experts(), x, fake=False).stock
+
+
 def test_names_unconverted_ops_that_hold_the_rest():
     report = memsave.report(frozen(Net()).eval(), torch.randn(2, 3, 16, 16, requires_grad=True))
     assert set(report.rest) == {"GELU: gelu", "Net: sigmoid"}

@@ -17,8 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .memory import empty_bits, has_memory, in_order, layout_of_pool, planes
-from .reference import INTEGERS, PIECES, SELECTIONS, TESTS, Like, Rows, Windows
+from .memory import (
+    empty_bits,
+    empty_result,
+    has_memory,
+    in_order,
+    is_as_result,
+    layout_of_pool,
+    planes,
+)
+from .reference import AS_X, INTEGERS, PIECES, SELECTIONS, TESTS, Like, Rows, Windows
 
 if find_spec("triton") is None:
     raise ImportError("no triton")
@@ -100,7 +108,7 @@ def _with_bits(
 ) -> tuple[Tensor, Tensor] | None:
     if not _has_memory(x, x.stride()):
         return None
-    y, bits = x if inplace else torch.empty_like(x), empty_bits(x)
+    y, bits = x if inplace else empty_result(x), empty_bits(x)
     _run("to_bits", x, y, bits, float(low), float(high), kind, True)
     if inplace:
         torch.autograd.graph.increment_version(x)
@@ -116,6 +124,8 @@ def piecewise(
     x: Tensor, inplace: bool, name: str, low: float, high: float
 ) -> tuple[Tensor, Tensor] | None:
     """The output and the bits in one pass, or in one each; or the bits of a test by torch."""
+    if name in AS_X and not is_as_result(x):
+        return None
     are_numbers = {type(low), type(high)} <= {float, int}
     if x.dtype is torch.float32 and name in PIECEWISE and are_numbers:
         return _with_bits(x, inplace, name, low, high)
@@ -153,7 +163,7 @@ def select(g: Tensor, bits: Tensor, like: Like, factor: float | None = None) -> 
     g = in_order(g, like)
     if not _has_memory(g, like.stride):
         return None
-    y, integer = torch.empty_like(g), INTEGERS[g.itemsize]
+    y, integer = empty_result(g), INTEGERS[g.itemsize]
     _run("from_bits", g.view(integer), y.view(integer), bits, 0.0, 0.0, "select")
     return y if factor is None else y.mul_(factor)
 
@@ -168,7 +178,7 @@ def scale(
         x = in_order(x, like)
     if not _has_memory(x, like.stride):
         return None
-    y = x if inplace else torch.empty_like(x)
+    y = x if inplace else empty_result(x)
     _run("from_bits", x, y, bits, float(on), float(off), "scale")
     if inplace:
         torch.autograd.graph.increment_version(x)

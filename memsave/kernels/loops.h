@@ -8,7 +8,7 @@
 
 /* To be counted up, in native.py too, with each change of what is below or of what Python calls: so that
    nothing runs that was compiled from another state of the sources. */
-enum { INTERFACE = 15 };
+enum { INTERFACE = 16 };
 
 /* Kinds of numbers. */
 enum { OF_FLOAT, OF_DOUBLE, OF_BFLOAT16, OF_FLOAT16 };
@@ -50,13 +50,14 @@ typedef struct {
     int from_y, centered;
 } Norm;
 
-/* Softmax of rows, less 1 for the class of the row (or that smoothed over all), each times its factor (if it is not 0). */
+/* Softmax of rows, less 1 for the class of the row (or that smoothed over all), each times its factor (if it
+   is not 0). Those of an image are its places. */
 typedef struct {
     const void *x;
     const float *factors;
     const int64_t *classes;
     void *y;
-    ptrdiff_t features;
+    ptrdiff_t features, places;
     double smoothing;
 } Softmax;
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from torch._C import (
     _len_torch_dispatch_stack,
     _len_torch_function_stack,
 )
+from torch._prims_common import suggest_memory_format
 from torch.nn import Parameter
 from torch.utils._device import DeviceContext
 
@@ -56,7 +58,8 @@ def layout_of_pool(
         return torch.contiguous_format if first else None
     if last is None:
         return torch.contiguous_format if first and x.shape[1] > 1 else None
-    if first == x.is_contiguous(memory_format=last):
+    is_last = x.is_contiguous(memory_format=last) and (first or suggest_memory_format(x) is last)
+    if first == is_last:
         if not first or like is None or like.shape[1] == 1:
             return None
         first = like.stride[1] != 1  # As the input, of whose channels there are several.
@@ -68,6 +71,24 @@ def planes(x: Tensor, windows: Windows, layout: torch.memory_format) -> tuple[in
     if layout is torch.contiguous_format:
         return math.prod(x.shape[: -len(windows.inputs)]), 1
     return x.shape[0], x.shape[1]
+
+
+def empty_result(x: Tensor, **options: Any) -> Tensor:
+    """Room for what torch computes of each element: stored as ``x`` (or its own dense order), but
+    for strides of axes of one place, which are those of a format, if ``x`` is in one.
+    """
+    if x.is_contiguous():
+        own = torch.contiguous_format
+    elif x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last):
+        own = torch.channels_last
+    else:
+        own = torch.preserve_format
+    return torch.empty_like(x, memory_format=own, **options)
+
+
+def is_as_result(x: Tensor) -> bool:
+    """Whether it is stored exactly as :func:`empty_result` of it."""
+    return 1 not in x.shape or x.stride() == empty_result(x, device="meta").stride()
 
 
 def empty_bits(x: Tensor) -> Tensor:

@@ -263,6 +263,48 @@ static inline float largest_bfloat16(const uint16_t *x, size count) {
 SOFTMAX(float, float, , , 0)
 SOFTMAX(bfloat16, uint16_t, of_bfloat16, back_to_bfloat16, 1)
 
+/* The same of images, whose places lie beside each other: several at a time. */
+enum { PLACES_AT_ONCE = 128 };
+#define SOFTMAX_OF_IMAGES(NAME, STORED, LOAD, STORE, IS_SHORT)                          \
+    WIDE_LOOP void image_softmax_##NAME(const void *work, size start, size end, size thread) { \
+        const Softmax *rows = work;                                                     \
+        const size features = rows->features, step = rows->places;                      \
+        const float each = (float)rows->smoothing / features, rest = (float)(1 - rows->smoothing); \
+        (void)thread;                                                                   \
+        for (size count; start < end; start += count) {                                 \
+            const size place = start % step, first = start / step * features * step + place; \
+            count = at_most(at_most(PLACES_AT_ONCE, step - place), end - start);        \
+            const STORED *x = (const STORED *)rows->x + first;                          \
+            STORED *y = (STORED *)rows->y + first;                                      \
+            const float *factors = rows->factors + start;                               \
+            float largest[PLACES_AT_ONCE], sum[PLACES_AT_ONCE], scale[PLACES_AT_ONCE];  \
+            for (size k = 0; k < count; k++) largest[k] = -INFINITY, sum[k] = 0;        \
+            for (size i = 0; i < features * step; i += step)                            \
+                EACH for (size k = 0; k < count; k++)                                   \
+                    largest[k] = LOAD(x[i + k]) > largest[k] ? LOAD(x[i + k]) : largest[k]; \
+            for (size i = 0; i < features * step; i += step)                            \
+                EACH for (size k = 0; k < count; k++) {                                 \
+                    const float e = exp_of(LOAD(x[i + k]) - largest[k], IS_SHORT);      \
+                    if (!IS_SHORT) y[i + k] = STORE(e);                                 \
+                    sum[k] += e;                                                        \
+                }                                                                       \
+            for (size k = 0; k < count; k++) scale[k] = factors[k] / sum[k];            \
+            for (size i = 0; i < features * step; i += step)                            \
+                EACH for (size k = 0; k < count; k++) {                                 \
+                    const float e = IS_SHORT ? exp_of(LOAD(x[i + k]) - largest[k], IS_SHORT) : LOAD(y[i + k]); \
+                    y[i + k] = STORE(e * scale[k] - factors[k] * each); \
+                }                                                                       \
+            for (size k = 0; k < count; k++) {                                          \
+                const size class = (size)rows->classes[start + k], i = class * step + k; \
+                if (factors[k] == 0 || class < 0 || class >= features) continue;        \
+                const float p = exp_of(LOAD(x[i]) - largest[k], IS_SHORT) * scale[k];   \
+                y[i] = STORE(p - factors[k] * each - factors[k] * rest); \
+            }                                                                           \
+        }                                                                               \
+    }
+SOFTMAX_OF_IMAGES(float, float, , , 0)
+SOFTMAX_OF_IMAGES(bfloat16, uint16_t, of_bfloat16, back_to_bfloat16, 1)
+
 /* Normalization, backwards: gradients of x, weight and bias, from x or from y. Of rows, or of groups
    of channels that have several places each. */
 
@@ -858,14 +900,14 @@ enum { ON_CPU = 1, PINNED = 3, UNSIGNED = 1, FLOAT = 2, BFLOAT = 4, COMPLEX = 5 
 /* What Python hands over, in this order. */
 static struct {
     PyObject *tensor, *parameter; /* classes */
-    PyObject *is_neg, *empty_like, *empty_bytes, *overwritten, *threads, *modes[2], *functions, *in_order;
+    PyObject *is_neg, *empty_result, *empty_bytes, *overwritten, *threads, *modes[2], *functions, *in_order;
 } torch;
 static DLPackExchangeAPI *dlpack;
 
 static PyObject *connect(PyObject *module, PyObject *args) {
     PyObject *capsule;
     if (!PyArg_ParseTuple(args, "OOOOOOOOOOOO:connect", &capsule, &torch.tensor, &torch.parameter,
-                          &torch.is_neg, &torch.empty_like, &torch.empty_bytes, &torch.overwritten,
+                          &torch.is_neg, &torch.empty_result, &torch.empty_bytes, &torch.overwritten,
                           &torch.threads, &torch.modes[0], &torch.modes[1], &torch.functions,
                           &torch.in_order))
         return NULL;
@@ -966,8 +1008,10 @@ static void run_norm(const Norm *norm, int is_double, int of_groups, size rows, 
 }
 
 static void run_softmax(const Softmax *rows, int kind, size count, size threads) {
-    Loop *loop = kind == OF_FLOAT ? softmax_float : softmax_bfloat16;
-    run((Task){loop, rows, count, 1}, threads, count * rows->features);
+    Loop *const loops[2][2] = {{softmax_float, softmax_bfloat16}, {image_softmax_float, image_softmax_bfloat16}};
+    const int of_images = rows->places > 1;
+    run((Task){loops[of_images][kind != OF_FLOAT], rows, count, of_images ? PLACES_AT_ONCE : 1}, threads,
+        count * rows->features);
 }
 
 static Loop *loop_for(size family, int code, int bits) {
@@ -1029,7 +1073,7 @@ enum { NEW = 0, INPLACE = 1, NONE = -1 };
 static PyObject *end(Pass *pass, PyObject *x, int output) {
     const size threads = threads_for(pass->elements);
     if (threads < 0) return NULL;
-    PyObject *y = output == NEW ? tensor_of(torch.empty_like, x, &pass->arrays.y) : Py_NewRef(x);
+    PyObject *y = output == NEW ? tensor_of(torch.empty_result, x, &pass->arrays.y) : Py_NewRef(x);
     if (!y) return NULL;
     Py_BEGIN_ALLOW_THREADS;
     run_over_bits(pass->loop, &pass->arrays, pass->elements, threads);
@@ -1308,7 +1352,7 @@ static PyObject *pool(PyObject *module, PyObject *args) {
 
 static PyMethodDef methods[] = {
     {"connect", connect, METH_VARARGS,
-     "connect(capsule, Tensor, Parameter, is_neg, empty_like, empty_bytes, overwritten, threads, mode, "
+     "connect(capsule, Tensor, Parameter, is_neg, empty_result, empty_bytes, overwritten, threads, mode, "
      "mode, functions, in_order): to torch, by DLPack and its own functions"},
     {"to_bits", (PyCFunction)(void (*)(void))to_bits, METH_FASTCALL,
      "to_bits(loop, x, inplace | None, stride=None, a=None, b=None): the output and the bits, or the "

@@ -18,11 +18,11 @@ from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
 from torch.nn import Parameter
 
 from . import _native  # type: ignore[attr-defined]
-from .memory import in_order, layout_of_pool, len_of_functions, planes
-from .reference import PIECES, TESTS, Like, Rows, Windows
+from .memory import empty_result, in_order, is_as_result, layout_of_pool, len_of_functions, planes
+from .reference import AS_X, PIECES, TESTS, Like, Rows, Windows
 
 #: That of loops.h.
-INTERFACE = 15
+INTERFACE = 16
 
 
 def check(module: ModuleType) -> None:
@@ -41,7 +41,7 @@ _native.connect(
     Tensor,
     Parameter,
     Tensor.is_neg,
-    torch.empty_like,
+    empty_result,
     torch.empty(0, dtype=torch.uint8, device="cpu").new_empty,
     torch.autograd.graph.increment_version,
     torch.get_num_threads,
@@ -92,7 +92,7 @@ def piecewise(
     x: Tensor, inplace: bool, name: str, low: float, high: float
 ) -> tuple[Tensor, Tensor] | None:
     """The output and the bits in one pass (or the bits, where torch has to compute the output)."""
-    if name not in PIECEWISE:
+    if name not in PIECEWISE or (name in AS_X and not is_as_result(x)):
         return None
     if name != "softshrink" or fills_vectors(x):
         return _native.to_bits(PIECEWISE[name], x, inplace, None, low, high)

@@ -134,6 +134,14 @@ Tensor memory_like(const Tensor &x, at::IntArrayRef stride) {
 
 Tensor memory_like(const Tensor &x) { return memory_like(x, x.strides()); }
 
+/* For what torch computes of each element, which is stored as x (that is dense), but for strides of axes of one
+   place: these are those of a format, if x is in one. */
+Tensor memory_of_result(const Tensor &x) {
+    if (x.is_contiguous()) return x.is_cpu() ? memory(x.sizes(), x.scalar_type()) : at::empty(x.sizes(), x.options());
+    if (!x.is_contiguous(at::MemoryFormat::ChannelsLast)) return memory_like(x);
+    return memory_like(x, c10::get_channels_last_strides_2d(x.sizes()));
+}
+
 /* Whether only the node that is running has g, dense and in memory of torch's own, so that what it makes
    of g may take its place. (As torch's accumulation of gradients does. Who gave g, a hook, another branch
    of the graph: each would have a reference.) */
@@ -185,7 +193,8 @@ std::optional<at::MemoryFormat> format_of(const Tensor &x, int64_t dims) {
     if (dims == 1) return x.size(1) > 1 ? only_first : std::nullopt;
     const auto last = dims == 2 ? at::MemoryFormat::ChannelsLast : at::MemoryFormat::ChannelsLast3d;
     if (first == x.is_contiguous(last)) return std::nullopt;
-    return first ? at::MemoryFormat::Contiguous : last;
+    if (first) return at::MemoryFormat::Contiguous;
+    return x.suggest_memory_format() == last ? std::optional(last) : std::nullopt;
 }
 
 /* That, or, where torch cannot tell, its default. */
@@ -705,14 +714,17 @@ void to_go_by_bits(Made &made, Family family, double a, double b) {
     if (!made.y.is_contiguous()) made.call["stride"] = made.y.strides();
 }
 
+/* Where the output lies: in new memory, which is stored as torch stores results, or exactly as x; or torch
+   makes it. */
+enum Output : int64_t { AS_RESULT, AS_X, BY_SOFTSHRINK };
+
 PyObject *bits(PyObject *, PyObject *const *args, Py_ssize_t count) {
     HANDLE_TH_ERRORS
     TORCH_CHECK_TYPE(count == 12, "bits takes 12 arguments");
     PyObject *also = args[10];
-    const bool softshrinks = args[9] == Py_True;
     const Tensor *x = known(args[1]);
     double number[4];
-    const int64_t forward = PyLong_AsLongLong(args[2]), family = PyLong_AsLongLong(args[6]);
+    const int64_t output = PyLong_AsLongLong(args[9]), forward = PyLong_AsLongLong(args[2]), family = PyLong_AsLongLong(args[6]);
     if (PyErr_Occurred()) return nullptr;
     TORCH_CHECK_INDEX(family >= 0 && family <= SCALE, "no such family");
     if (!x || !numbers(args + 4, number, 2) || !numbers(args + 7, number + 2, 2)) Py_RETURN_NONE;
@@ -733,11 +745,11 @@ PyObject *bits(PyObject *, PyObject *const *args, Py_ssize_t count) {
     if (inplace && !is_writable(*x)) Py_RETURN_NONE;
     Made made;
     if (also != Py_None && !THPVariable_CheckExact(also)) Py_RETURN_NONE;
-    if (softshrinks && inplace) Py_RETURN_NONE;
+    if (output == BY_SOFTSHRINK && inplace) Py_RETURN_NONE;
     compute([&] {
-        if (softshrinks || (kernel && kind == NOT_INSIDE)) made.y = at::softshrink(*x, number[1]);
+        if (output == BY_SOFTSHRINK || (kernel && kind == NOT_INSIDE)) made.y = at::softshrink(*x, number[1]);
         else if (kernel && kind == WITHIN) made.y = at::hardsigmoid(*x);
-        else made.y = inplace ? *x : memory_like(*x);
+        else made.y = inplace ? *x : output == AS_X ? memory_like(*x) : memory_of_result(*x);
         if (also != Py_None) made.kept.push_back(THPVariable_Unpack(also));
         made.kept.push_back(empty_bits(*x));
         if (kernel) run(*kernel, *x, made.y, made.kept.back(), number[0], number[1]);
@@ -800,7 +812,7 @@ PyObject *dropout(PyObject *, PyObject *const *args, Py_ssize_t count) {
     compute([&] {
         bits = draw(at::detail::getDefaultCPUGenerator(), x->numel(), 1 - p, from_rng ? &state : nullptr);
         if (bits.defined()) {
-            made.y = inplace ? *x : memory_like(*x);
+            made.y = inplace ? *x : memory_of_result(*x);
             run(loop, *x, made.y, bits, factor, 0);
         }
     });
@@ -1140,6 +1152,7 @@ PyObject *adaptive_max_pool(PyObject *, PyObject *const *args, Py_ssize_t count)
     if (PyErr_Occurred()) return nullptr;
     at::DimVector kernel, out;
     if (!x || !x->is_contiguous() || !x->numel()) Py_RETURN_NONE;
+    if (dims == 2 && x->suggest_memory_format() != at::MemoryFormat::Contiguous) Py_RETURN_NONE;
     if (!sizes(args[2], dims, out) || !sizes(args[3], dims, kernel)) Py_RETURN_NONE;
     if (x->scalar_type() != at::kFloat && x->scalar_type() != at::kDouble) Py_RETURN_NONE;
     Made made;
@@ -1907,13 +1920,18 @@ variable_list Norms::norm_backward(AutogradContext *ctx, const variable_list &gs
     return norm_by_operations(gs, kept, wanted, groups, from_y, centered);
 }
 
-/* Cross-entropy of rows of logits, by indices of classes. */
+constexpr int64_t FEW_PLACES = 32; /* of which a loop over images makes no vectors */
+
+/* Cross-entropy of rows of logits, or of images of many places, by indices of classes. */
 bool fits(const Tensor &x, const Tensor &target) {
     const auto dtype = x.scalar_type();
     const bool is_served = dtype == at::kFloat || dtype == at::kDouble || (dtype == at::kBFloat16 && x.is_cpu());
-    return is_known(x) && is_served && x.dim() == 2 && x.is_contiguous() && x.numel() && is_beside(target, x) &&
-           target.scalar_type() == at::kLong && target.is_contiguous() &&
-           target.sizes() == x.sizes().slice(0, 1);
+    if (!is_known(x) || !is_served || x.dim() < 2 || (x.is_cuda() && x.dim() > 2) || !x.numel()) return false;
+    const auto shape = x.sizes();
+    const bool are_many = x.dim() == 2 || c10::multiply_integers(shape.slice(2)) >= FEW_PLACES;
+    return are_many && x.is_contiguous() && is_beside(target, x) && target.scalar_type() == at::kLong &&
+           target.is_contiguous() && target.dim() == x.dim() - 1 && target.size(0) == shape[0] &&
+           target.sizes().slice(1) == shape.slice(2);
 }
 
 PyObject *cross_entropy(PyObject *, PyObject *const *args, Py_ssize_t count) {
@@ -1969,11 +1987,12 @@ Tensor cross_entropy_backward(AutogradContext *ctx, const Tensor &g) {
         return smoothing ? dx - h * (smoothing / x.size(1)) : dx;
     }
     at::AutoDispatchBelowADInplaceOrView guard;
-    const int64_t rows = x.size(0), classes = x.size(1), *classed = target.const_data_ptr<int64_t>();
+    const int64_t rows = target.numel(), classes = x.size(1), places = rows / x.size(0);
+    const int64_t *classed = target.const_data_ptr<int64_t>();
     const auto dtype = x.scalar_type();
     const bool is_double = dtype == at::kDouble;
     const Tensor dx = is_double ? at::_softmax(x, 1, false) : memory_like(x);
-    const Tensor h = memory({rows, 1}, is_double ? at::kDouble : at::kFloat);
+    const Tensor h = memory(target.sizes(), is_double ? at::kDouble : at::kFloat);
     AT_DISPATCH_FLOATING_TYPES_AND(at::kBFloat16, dtype, "cross_entropy", [&] {
         using wide_t = at::opmath_type<scalar_t>;
         const scalar_t *of = g.const_data_ptr<scalar_t>();
@@ -1991,16 +2010,17 @@ Tensor cross_entropy_backward(AutogradContext *ctx, const Tensor &g) {
     });
     if (!is_double) {
         const Softmax softmax = {x.const_data_ptr(), h.const_data_ptr<float>(), classed, dx.mutable_data_ptr(), classes,
-                                 smoothing};
+                                 places, smoothing};
         loops->softmax(&softmax, dtype == at::kFloat ? OF_FLOAT : OF_BFLOAT16, rows, at::get_num_threads());
         return dx;
     }
-    dx.mul_(h);
-    if (smoothing) dx.sub_(h, smoothing / (double)classes);
+    dx.mul_(h.unsqueeze(1));
+    if (smoothing) dx.sub_(h.unsqueeze(1), smoothing / (double)classes);
     const double *each = h.const_data_ptr<double>();
     double *gradient = dx.mutable_data_ptr<double>();
     for (int64_t row = 0; row < rows; row++)
-        if (classed[row] != ignored) gradient[row * classes + classed[row]] -= each[row] * (1 - smoothing);
+        if (classed[row] != ignored)
+            gradient[(row / places * classes + classed[row]) * places + row % places] -= each[row] * (1 - smoothing);
     return dx;
 }
 
@@ -2113,6 +2133,9 @@ const std::pair<const char *, long> constants[] = {
     {"NONZERO_BITS", NONZERO_BITS},
     {"WITHIN", WITHIN},
     {"NOT_INSIDE", NOT_INSIDE},
+    {"AS_RESULT", AS_RESULT},
+    {"AS_X", AS_X},
+    {"BY_SOFTSHRINK", BY_SOFTSHRINK},
     {"LOGSIGMOID", LOGSIGMOID},
     {"TANHSHRINK", TANHSHRINK},
     {"ELU_FROM_OUTPUT", ELU_FROM_OUTPUT},

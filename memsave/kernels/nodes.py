@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._device import DeviceContext
 
 from . import native
-from .reference import PIECES, SELECTIONS
+from .reference import AS_X, PIECES, SELECTIONS
 
 try:
     from . import cuda
@@ -62,12 +62,13 @@ def bits(
     loop, bounds = LOOPS.get(name), (low, high)
     if loop is None:
         return None
-    softshrinks = name == "softshrink" and not native.fills_vectors(x)
-    if softshrinks:
+    output = _nodes.AS_X if name in AS_X else _nodes.AS_RESULT
+    if name == "softshrink" and not native.fills_vectors(x):
+        output = _nodes.BY_SOFTSHRINK
         within, *bounds = PIECES[name][1](low, high)
         loop = native.COMPARE[within]
     family = SELECTIONS.index(backward)
-    return _nodes.bits(row, x, loop, inplace, *bounds, family, a, b, softshrinks, also, KINDS[name])
+    return _nodes.bits(row, x, loop, inplace, *bounds, family, a, b, output, also, KINDS[name])
 
 
 LOOPS = {"relu": _native.relu, **native.PIECEWISE}

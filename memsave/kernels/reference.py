@@ -86,6 +86,8 @@ PIECES = {
     "threshold": Piece(F.threshold, lambda low, high: ("not_outside", low, math.nan)),
 }
 
+#: Those whose output torch stores exactly as ``x`` (see ``empty_result`` in ``memory.py``).
+AS_X = {"hardtanh"}
 
 #: What nodes and their loops make of gradients by bits, in the order in which these are numbered.
 SELECTIONS = ("select", "part", "scale")

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from .. import kernels, spec
 from ..function import Grads, Mask, Saved, Shapes, define, is_plain_gradient, outside_of_vmap
+from ..kernels.memory import empty_result
 from ..kernels.reference import Like
 from .module import drop_in
 
@@ -39,7 +40,7 @@ def _fwd(
 
 def _draw(x: Tensor, p: float, inplace: bool) -> tuple[Tensor, Like]:
     """Bits of what is kept, in the order of the output."""
-    like = Like.of(x if inplace else torch.empty_like(x, device="meta"))
+    like = Like.of(x if inplace else empty_result(x, device="meta"))
     return kernels.bernoulli(x, like, p), like
 
 

@@ -375,10 +375,16 @@ def _over_last(
             return None
     if dims == 1:
         return input, *params
-    read = (input, *params[:1])
-    if not input.is_contiguous() and any(t is not None and t.requires_grad for t in read):
+    if not input.is_contiguous() and not _wants_bias_alone(input, *params):
         return None  # Stock keeps no copy.
     return input.flatten(-dims), *[None if param is None else param.flatten() for param in params]
+
+
+def _wants_bias_alone(input: Tensor, weight: Tensor | None, bias: Tensor | None = None) -> bool:
+    """Where nothing is kept, and stock keeps what it reads for other gradients."""
+    if bias is None or not bias.requires_grad or input.requires_grad:
+        return False
+    return weight is None or not weight.requires_grad
 
 
 def _shaped(y: Tensor, input: Tensor, is_kept: bool = False) -> Tensor:
