@@ -967,20 +967,30 @@ def test_cross_entropy_of_targets_that_want_a_gradient() -> None:
 
 
 @pytest.mark.parametrize("half", HALVES, ids=str)
-def test_cross_entropy_under_autocast_keeps_narrow_logits(half) -> None:
+@pytest.mark.parametrize("of_rows", [True, False])
+@pytest.mark.parametrize(
+    "options", [{}, {"reduction": "none"}, {"label_smoothing": 0.1}, {"weight": True}], ids=str
+)
+def test_cross_entropy_under_autocast_keeps_narrow_logits(half, of_rows, options) -> None:
     """Stock keeps float32 log-probabilities. (The rows are not tested in two dtypes at once.)"""
     x, target = loss_inputs()
+    if of_rows:
+        x, target = x.movedim(1, -1).flatten(0, -2).contiguous(), target.flatten()
     x = x.detach().to(half).requires_grad_()
+    if "weight" in options:
+        options = {"weight": torch.rand(x.shape[1]).to(half)}
 
     def run(loss):
         with torch.autocast("cpu", dtype=half):
-            y = loss(x, target)
+            y = loss(x, target, **options)
         assert y.dtype is torch.float32
-        return y
+        return y.square().sum()  # whose gradient is of each its own
 
     losses = memsave.functional.cross_entropy, nn.functional.cross_entropy
-    actual, expected = (helpers.kept(lambda f=f: run(f), [target]) for f in losses)
-    assert actual == 2 * x.numel()
+    own = [target, *filter(torch.is_tensor, options.values())]
+    actual, expected = (helpers.kept(lambda f=f: run(f), own) for f in losses)
+    of_loss = 4 * target.numel() if "reduction" in options else 4
+    assert actual == 2 * x.numel() + of_loss
     assert expected >= 4 * x.numel()
     actual, expected = (torch.autograd.grad(run(f), x) for f in losses)
     same(actual, expected)

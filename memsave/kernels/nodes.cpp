@@ -1965,7 +1965,7 @@ PyObject *cross_entropy(PyObject *, PyObject *const *args, Py_ssize_t count) {
 }
 
 /* That of x is (softmax(x) - q) * h for each row, of which q is 1 for the class of the target, or that
-   smoothed over all classes. */
+   smoothed over all classes. (Under autocast the loss, and so g, is wider than x.) */
 Tensor cross_entropy_backward(AutogradContext *ctx, const Tensor &g) {
     const auto kept = ctx->get_saved_variables();
     const Tensor &x = kept[0], &target = kept[1], weight = kept.size() > 2 ? kept[2] : Tensor();
@@ -1973,29 +1973,30 @@ Tensor cross_entropy_backward(AutogradContext *ctx, const Tensor &g) {
     const bool is_mean = ctx->saved_data.at("is_mean").toBool();
     const double smoothing = ctx->saved_data.at("smoothing").toDouble();
     const bool of_rows = g.dim() && g.is_contiguous() && g.sizes() == target.sizes();
-    const bool fast = is_final(g) && fits(x, target) && x.device() == g.device() && g.scalar_type() == x.scalar_type() &&
-                      (!weight.defined() || (is_known(weight) && weight.is_contiguous()));
+    const auto own = x.scalar_type(), wide = own == at::kBFloat16 ? at::kFloat : own;
+    const bool fast = is_final(g) && fits(x, target) && x.device() == g.device() &&
+                      (g.scalar_type() == own || g.scalar_type() == wide) && (!weight.defined() || (is_known(weight) && weight.is_contiguous()));
     if (!fast || !(of_rows || !g.dim()) || g.is_cuda()) {
         const Tensor counts = target != ignored, index = target * counts;
-        const Tensor of_target = weight.defined() ? weight.index({index}) * counts : counts.to(g.scalar_type());
+        const auto dtype = g.scalar_type();
+        const Tensor of_target = weight.defined() ? weight.index({index}).to(dtype) * counts : counts.to(dtype);
         const Tensor each = is_mean ? g / of_target.sum() : g;
         const Tensor zero = at::zeros({}, g.options());
         const Tensor h = at::where(counts, weight.defined() ? each * of_target : each, zero).unsqueeze(1);
-        const Tensor p = at::softmax(x, 1), hard = smoothing ? h * (1 - smoothing) : h, column = index.unsqueeze(1);
-        if (fast && !smoothing) return p.mul_(h).scatter_add_(1, column, hard.neg());
-        const Tensor dx = p * h - at::zeros_like(x).scatter(1, column, hard);
-        return smoothing ? dx - h * (smoothing / x.size(1)) : dx;
+        const Tensor p = at::softmax(x, 1, dtype), hard = smoothing ? h * (1 - smoothing) : h, column = index.unsqueeze(1);
+        if (fast && !smoothing) return p.mul_(h).scatter_add_(1, column, hard.neg()).to(own);
+        const Tensor dx = p * h - at::zeros_like(p).scatter(1, column, hard);
+        return (smoothing ? dx - h * (smoothing / x.size(1)) : dx).to(own);
     }
     at::AutoDispatchBelowADInplaceOrView guard;
     const int64_t rows = target.numel(), classes = x.size(1), places = rows / x.size(0);
     const int64_t *classed = target.const_data_ptr<int64_t>();
-    const auto dtype = x.scalar_type();
-    const bool is_double = dtype == at::kDouble;
+    const bool is_double = own == at::kDouble;
     const Tensor dx = is_double ? at::_softmax(x, 1, false) : memory_like(x);
-    const Tensor h = memory(target.sizes(), is_double ? at::kDouble : at::kFloat);
-    AT_DISPATCH_FLOATING_TYPES_AND(at::kBFloat16, dtype, "cross_entropy", [&] {
+    const Tensor h = memory(target.sizes(), wide), given = g.to(wide);
+    AT_DISPATCH_FLOATING_TYPES_AND(at::kBFloat16, own, "cross_entropy", [&] {
         using wide_t = at::opmath_type<scalar_t>;
-        const scalar_t *of = g.const_data_ptr<scalar_t>();
+        const wide_t *of = given.const_data_ptr<wide_t>();
         const scalar_t *weights = weight.defined() ? weight.const_data_ptr<scalar_t>() : nullptr;
         wide_t *each = h.mutable_data_ptr<wide_t>(), total = 0;
         for (int64_t row = 0; row < rows; row++) {
@@ -2011,7 +2012,7 @@ Tensor cross_entropy_backward(AutogradContext *ctx, const Tensor &g) {
     if (!is_double) {
         const Softmax softmax = {x.const_data_ptr(), h.const_data_ptr<float>(), classed, dx.mutable_data_ptr(), classes,
                                  places, smoothing};
-        loops->softmax(&softmax, dtype == at::kFloat ? OF_FLOAT : OF_BFLOAT16, rows, at::get_num_threads());
+        loops->softmax(&softmax, own == at::kFloat ? OF_FLOAT : OF_BFLOAT16, rows, at::get_num_threads());
         return dx;
     }
     dx.mul_(h.unsqueeze(1));
