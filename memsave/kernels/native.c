@@ -292,13 +292,13 @@ enum { PLACES_AT_ONCE = 128 };
             for (size i = 0; i < features * step; i += step)                            \
                 EACH for (size k = 0; k < count; k++) {                                 \
                     const float e = IS_SHORT ? exp_of(LOAD(x[i + k]) - largest[k], IS_SHORT) : LOAD(y[i + k]); \
-                    y[i + k] = STORE(e * scale[k] - factors[k] * each); \
+                    y[i + k] = STORE(e * scale[k] - factors[k] * each);                 \
                 }                                                                       \
             for (size k = 0; k < count; k++) {                                          \
                 const size class = (size)rows->classes[start + k], i = class * step + k; \
                 if (factors[k] == 0 || class < 0 || class >= features) continue;        \
                 const float p = exp_of(LOAD(x[i]) - largest[k], IS_SHORT) * scale[k];   \
-                y[i] = STORE(p - factors[k] * each - factors[k] * rest); \
+                y[i] = STORE(p - factors[k] * each - factors[k] * rest);                \
             }                                                                           \
         }                                                                               \
     }

@@ -724,7 +724,8 @@ PyObject *bits(PyObject *, PyObject *const *args, Py_ssize_t count) {
     PyObject *also = args[10];
     const Tensor *x = known(args[1]);
     double number[4];
-    const int64_t output = PyLong_AsLongLong(args[9]), forward = PyLong_AsLongLong(args[2]), family = PyLong_AsLongLong(args[6]);
+    const int64_t forward = PyLong_AsLongLong(args[2]), family = PyLong_AsLongLong(args[6]);
+    const int64_t output = PyLong_AsLongLong(args[9]);
     if (PyErr_Occurred()) return nullptr;
     TORCH_CHECK_INDEX(family >= 0 && family <= SCALE, "no such family");
     if (!x || !numbers(args + 4, number, 2) || !numbers(args + 7, number + 2, 2)) Py_RETURN_NONE;
