@@ -227,12 +227,12 @@ static inline float largest_float(const float *x, size count) {
 }
 
 /* As integers, once what is negative counts downwards. (nan may be the largest.) */
-static inline int16_t in_order(uint16_t half) { return (int16_t)half < 0 ? (int16_t)(half ^ 0x7fff) : (int16_t)half; }
+static inline int16_t rank_of(uint16_t half) { return (int16_t)half < 0 ? (int16_t)(half ^ 0x7fff) : (int16_t)half; }
 
 static inline float largest_bfloat16(const uint16_t *x, size count) {
     int16_t largest = INT16_MIN;
-    LARGEST_OF(largest) for (size i = 0; i < count; i++) largest = in_order(x[i]) > largest ? in_order(x[i]) : largest;
-    return of_bfloat16((uint16_t)in_order((uint16_t)largest));
+    LARGEST_OF(largest) for (size i = 0; i < count; i++) largest = rank_of(x[i]) > largest ? rank_of(x[i]) : largest;
+    return of_bfloat16((uint16_t)rank_of((uint16_t)largest));
 }
 
 /* Gradients of cross-entropy. Of 16 bits the exponentials are computed twice, as they cannot be put aside. */

@@ -92,7 +92,7 @@ def piecewise(
     x: Tensor, inplace: bool, name: str, low: float, high: float
 ) -> tuple[Tensor, Tensor] | None:
     """The output and the bits in one pass (or the bits, where torch has to compute the output)."""
-    if name not in PIECEWISE or (name in AS_X and not is_as_result(x)):
+    if name not in PIECEWISE or (name in AS_X and not inplace and not is_as_result(x)):
         return None
     if name != "softshrink" or fills_vectors(x):
         return _native.to_bits(PIECEWISE[name], x, inplace, None, low, high)

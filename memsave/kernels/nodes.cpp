@@ -1976,12 +1976,13 @@ Tensor cross_entropy_backward(AutogradContext *ctx, const Tensor &g) {
     const bool of_rows = g.dim() && g.is_contiguous() && g.sizes() == target.sizes();
     const auto own = x.scalar_type(), wide = own == at::kBFloat16 ? at::kFloat : own;
     const bool fast = is_final(g) && fits(x, target) && x.device() == g.device() &&
-                      (g.scalar_type() == own || g.scalar_type() == wide) && (!weight.defined() || (is_known(weight) && weight.is_contiguous()));
+                      (g.scalar_type() == own || g.scalar_type() == wide) &&
+                      (!weight.defined() || (is_known(weight) && weight.is_contiguous()));
     if (!fast || !(of_rows || !g.dim()) || g.is_cuda()) {
         const Tensor counts = target != ignored, index = target * counts;
         const auto dtype = g.scalar_type();
-        const Tensor of_target = weight.defined() ? weight.index({index}).to(dtype) * counts : counts.to(dtype);
-        const Tensor each = is_mean ? g / of_target.sum() : g;
+        const Tensor of_target = weight.defined() ? weight.index({index}).to(dtype) * counts : counts;
+        const Tensor each = is_mean ? g / of_target.sum(dtype) : g;
         const Tensor zero = at::zeros({}, g.options());
         const Tensor h = at::where(counts, weight.defined() ? each * of_target : each, zero).unsqueeze(1);
         const Tensor p = at::softmax(x, 1, dtype), hard = smoothing ? h * (1 - smoothing) : h, column = index.unsqueeze(1);

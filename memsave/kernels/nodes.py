@@ -62,7 +62,7 @@ def bits(
     loop, bounds = LOOPS.get(name), (low, high)
     if loop is None:
         return None
-    output = _nodes.AS_X if name in AS_X else _nodes.AS_RESULT
+    output = OUTPUTS[name]
     if name == "softshrink" and not native.fills_vectors(x):
         output = _nodes.BY_SOFTSHRINK
         within, *bounds = PIECES[name][1](low, high)
@@ -72,6 +72,8 @@ def bits(
 
 
 LOOPS = {"relu": _native.relu, **native.PIECEWISE}
+#: How a new output is stored.
+OUTPUTS = {name: _nodes.AS_X if name in AS_X else _nodes.AS_RESULT for name in LOOPS}
 #: On CUDA, or -1 where there is none. (Of the last two, the bits: torch computes the output.)
 KINDS = {name: cuda.KINDS.index(name) if cuda and name in cuda.KINDS else -1 for name in LOOPS}
 if cuda:
