@@ -1,15 +1,20 @@
-"""Adds to pyproject.toml what depends on the environment: layers as nodes of C++.
+"""Adds to pyproject.toml what is compiled: kernels for the CPU, and layers as nodes of C++.
 
-They are compiled against torch, if it is there already, as with ``pip install
---no-build-isolation`` after torch, and bear the name of its version: no other can load them.
+Where there is no compiler, the package installs without, and is slower. The nodes are compiled
+against torch, if it is there already, as with ``pip install --no-build-isolation`` after torch, and
+bear the name of its version: no other can load them.
 """
 
 import re
 import runpy
+from glob import glob
 from importlib import util
 from pathlib import Path
 
 from setuptools import Extension, setup
+
+SOURCES = "memsave/kernels/csrc"
+HEADERS = glob(f"{SOURCES}/**/*.h", recursive=True)
 
 
 def _nodes() -> list[Extension]:
@@ -22,7 +27,7 @@ def _nodes() -> list[Extension]:
     return [
         Extension(
             f"memsave.kernels.{name}",
-            ["memsave/kernels/nodes.cpp"],
+            [f"{SOURCES}/nodes.cpp"],
             include_dirs=[
                 str(torch / "include"),
                 str(torch / "include" / "torch" / "csrc" / "api" / "include"),
@@ -32,14 +37,23 @@ def _nodes() -> list[Extension]:
             libraries=["torch_python", "torch_cpu", "torch", "c10"],
             # (What debuggers read of the templates of torch would be twenty times the module.)
             extra_compile_args=["-O3", "-g0", "-std=c++20", "-fvisibility=hidden"],
-            depends=["memsave/kernels/loops.h"],
+            depends=HEADERS,
             language="c++",
             optional=True,
         )
     ]
 
 
+native = Extension(
+    "memsave.kernels._native",
+    [f"{SOURCES}/native.c"],
+    # (The last lets it compute what only some elements need for all of them at once.)
+    extra_compile_args=["-O3", "-g0", "-fopenmp-simd", "-fno-trapping-math"],
+    depends=HEADERS,
+    py_limited_api=True,
+    optional=True,
+)
 nodes = _nodes()
 # What is compiled against torch is for one version of Python, the rest for all from 3.11 on.
 options = {} if nodes else {"bdist_wheel": {"py_limited_api": "cp311"}}
-setup(ext_modules=nodes, options=options)
+setup(ext_modules=[native, *nodes], options=options)

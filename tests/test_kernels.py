@@ -364,7 +364,7 @@ LOOPS = (of.TO_BITS, of.FROM_BITS, of.MAX_POOLING, of.UNPOOLING, of.NORM_OF_ROWS
 to_bits, from_bits, max_pool, unpool, norm = (cuda.SOURCES[loop] for loop in LOOPS)
 WINDOWS = (1, 3, 3, 1, 2, 2, 0, 1, 1, 1, 1, 2)
 KINDS = {"i32": "u32", "fp32": "f32"}
-# In the order of nodes.cpp.
+# In the order of csrc/nodes.
 BITS = ["x", "y", "bits", "size", "low", "high"]
 SIZES = ["offsets", "size", "channels", "in_1", "in_2", "in_3", "out_1", "out_2", "out_3"]
 PASSED = {
@@ -397,7 +397,7 @@ assert (of.BYTES_OF_ROW, of.PROGRAMS_OF_NORM) == (cuda.BYTES_OF_ROW, cuda.PROGRA
 numbers = {"leaky_relu": of.LEAKY_RELU, "nonzero": of.NONZERO_BITS}
 numbers |= {"within": of.WITHIN, "not_inside": of.NOT_INSIDE}
 assert {name: cuda.KINDS.index(name) for name in numbers} == numbers
-assert cuda.KINDS[: of.LEAKY_RELU] == ("relu",)  # the two that nodes.cpp takes in any dtype
+assert cuda.KINDS[: of.LEAKY_RELU] == ("relu",)  # the two that nodes take in any dtype
 assert {*cuda.KINDS[: of.NONZERO_BITS]} == {"relu", *cuda.PIECEWISE}  # which it has write
 
 for even, kind in product((0, 1), range(len(cuda.KINDS))):
@@ -416,7 +416,7 @@ for dtype, block in product((FLOAT, DOUBLE, BFLOAT16), (1, 256)):
 
 
 def test_loops_take_what_nodes_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As nodes.cpp launches them by itself: by its numbers of loops and bits, with grids for as
+    """As csrc/nodes launch them by itself: by its numbers of loops and bits, with grids for as
     much as a program of theirs does, and arguments but for the constants, in order.
     """
     pytest.importorskip("triton")

@@ -301,7 +301,7 @@ def _are_vectors(
     )
 
 
-# For nodes.cpp, which launches loops by itself.
+# For csrc/nodes, which launches loops by itself.
 
 #: Of bits, by number: pieces, those in any dtype first; that of booleans; tests of pieces that
 #: torch computes.

@@ -1,4 +1,4 @@
-"""Kernels of the CPU by the loops of native.c: one pass, where the reference takes several.
+"""Kernels of the CPU by the loops of csrc/native.c: one pass, where the reference takes several.
 
 Each function is that of its name in :mod:`memsave.kernels.reference`, or returns ``None`` where it
 does not apply: on another device, dtype or layout, on a tensor that has no memory of its own, or
@@ -21,7 +21,7 @@ from . import _native  # type: ignore[attr-defined]
 from .memory import empty_result, in_order, is_as_result, layout_of_pool, len_of_functions, planes
 from .reference import AS_X, PIECES, TESTS, Like, Rows, Windows
 
-#: That of loops.h.
+#: That of csrc/loops.h.
 INTERFACE = 16
 
 

@@ -1,4 +1,4 @@
-"""Whole layers as autograd functions of C++ (nodes.cpp), where they are compiled for this torch.
+"""Whole layers as autograd functions of C++ (csrc/nodes), where they are compiled for this torch.
 
 Each function returns the output of a layer, which has its gradient, or ``None`` where it does not
 apply: the layer's rule, in Python, computes the same and keeps the same. They go by operations of

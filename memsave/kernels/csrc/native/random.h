@@ -1,14 +1,12 @@
 /* Random numbers as torch's generator of the CPU draws them, several at a time: a Mersenne twister
    (M. Matsumoto, T. Nishimura, https://doi.org/10.1145/272991.272995), which torch asks for one number
-   after the other. nodes.cpp has the generator, and compares with torch before it believes this. */
+   after the other. nodes/dropout.h has the generator, and compares with torch before it believes this. */
+
+#pragma once
 
 #include <math.h>
-#include <string.h>
 
-#include "loops.h"
-#include "vectors.h"
-
-typedef ptrdiff_t size;
+#include "elements.h"
 
 enum { MIDDLE = 397, BLOCK = 1024 };
 
@@ -48,17 +46,17 @@ LOOP void are_below(const uint32_t *words, uint64_t limit, uint8_t *bits, size e
     }
 }
 
-void memsave_bernoulli(Twister *twister, uint8_t *bits, ptrdiff_t elements, double p) {
+static void bernoulli(Twister *twister, uint8_t *bits, ptrdiff_t elements, double p) {
     const uint64_t limit = (uint64_t)ceil(p * 9007199254740992.0); /* 2^53: exact, as is p's product */
     uint32_t words[2 * BLOCK] = {0};
     for (size done = 0, count; done < elements; done += count) {
-        count = elements - done < BLOCK ? elements - done : BLOCK;
+        count = at_most(elements - done, BLOCK);
         for (size made = 0, some; made < 2 * count; made += some) {
             if (twister->left == 1) {
                 make_words(twister->words);
                 twister->next = 0, twister->left = TWISTER_WORDS + 1;
             }
-            some = twister->left - 1 < 2 * count - made ? twister->left - 1 : 2 * count - made;
+            some = at_most(twister->left - 1, 2 * count - made);
             temper(twister->words + twister->next, words + made, some);
             twister->next += some, twister->left -= some;
         }

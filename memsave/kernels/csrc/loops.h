@@ -69,9 +69,6 @@ typedef struct {
     ptrdiff_t next, left;
 } Twister;
 
-/* Bits of whether each of some numbers in [0, 1) is below p. */
-void memsave_bernoulli(Twister *twister, uint8_t *bits, ptrdiff_t elements, double p);
-
 /* Of torch: of no more elements, a loop is left to one thread. */
 enum { GRAIN = 32768 };
 
@@ -88,6 +85,7 @@ typedef struct {
     void (*adaptive_pool)(const Adaptive *adaptive, int is_double, ptrdiff_t planes, ptrdiff_t threads);
     /* Rows of floats or doubles, or groups of several places; the same, with these threads. */
     void (*norm)(const Norm *norm, int is_double, int of_groups, ptrdiff_t rows, ptrdiff_t threads);
+    /* Bits of whether each of some numbers in [0, 1) is below p. */
     void (*bernoulli)(Twister *twister, uint8_t *bits, ptrdiff_t elements, double p);
     /* Of floats or bfloat16. */
     void (*softmax)(const Softmax *softmax, int kind, ptrdiff_t rows, ptrdiff_t threads);

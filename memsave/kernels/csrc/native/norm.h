@@ -1,0 +1,130 @@
+/* Normalization, backwards: gradients of x, weight and bias, from x or from y. Of rows, or of groups
+   of channels that have several places each. */
+
+#pragma once
+
+#include "elements.h"
+
+#define NORM(NAME, T, STORED, LOAD, STORE)                                              \
+    WIDE_LOOP void NAME(const void *work, size start, size end, size thread) {          \
+        const Norm *norm = work;                                                        \
+        const size n = norm->features;                                                  \
+        const T *weight = norm->weight, *bias = norm->bias, *mean = norm->mean;         \
+        const T *inverse = norm->inverse, *rstd = norm->rstd, shift = (T)norm->shift;   \
+        T *dweight = norm->dweight, *dbias = norm->dbias;                               \
+        if (dweight) dweight += thread * n;                                             \
+        if (dbias) dbias += thread * n;                                                 \
+        /* Of parameters alone, the inverse is a factor of the whole sum. */            \
+        const int at_last = dweight && dbias && bias && inverse && !norm->dx;           \
+        for (size row = start; row < end; row++) {                                      \
+            const STORED *g = (const STORED *)norm->g + row * n;                        \
+            const STORED *kept = (const STORED *)norm->kept + row * n;                  \
+            const T center = mean ? mean[row] : 0, scale = rstd ? rstd[row] : 1;        \
+            T normalized[BLOCK_OF_ROW], along = 0, total = 0;                           \
+            if (at_last) EACH for (size k = 0; k < n; k++) {                            \
+                const T in = LOAD(g[k]);                                                \
+                dweight[k] += in * (LOAD(kept[k]) - bias[k]);                           \
+                dbias[k] += in;                                                         \
+            } else for (size first = 0; first < n; first += BLOCK_OF_ROW) {             \
+                const size count = n - first < BLOCK_OF_ROW ? n - first : BLOCK_OF_ROW; \
+                NORMALIZE(T, LOAD)                                                      \
+                if (dweight && dbias && norm->dx) {                                     \
+                    SUMMED(along, total) for (size k = 0; k < count; k++) {             \
+                        const T in = LOAD(g[first + k]), both = in * normalized[k];     \
+                        const T factor = weight ? weight[first + k] + shift : 1;        \
+                        dweight[first + k] += both;                                     \
+                        dbias[first + k] += in;                                         \
+                        along += both * factor;                                         \
+                        total += in * factor;                                           \
+                    }                                                                   \
+                    continue;                                                           \
+                }                                                                       \
+                if (dweight && dbias) EACH for (size k = 0; k < count; k++) {           \
+                    const T in = LOAD(g[first + k]);                                    \
+                    dweight[first + k] += in * normalized[k];                           \
+                    dbias[first + k] += in;                                             \
+                } else if (dweight) EACH for (size k = 0; k < count; k++)               \
+                    dweight[first + k] += LOAD(g[first + k]) * normalized[k];           \
+                else if (dbias) EACH for (size k = 0; k < count; k++)                   \
+                    dbias[first + k] += LOAD(g[first + k]);                             \
+                if (!norm->dx) continue;                                                \
+                SUMMED(along, total) for (size k = 0; k < count; k++) {                 \
+                    const T in = LOAD(g[first + k]);                                    \
+                    const T gw = weight ? in * (weight[first + k] + shift) : in;        \
+                    along += gw * normalized[k];                                        \
+                    total += gw;                                                        \
+                }                                                                       \
+            }                                                                           \
+            if (!norm->dx) continue;                                                    \
+            STORED *dx = (STORED *)norm->dx + row * n;                                  \
+            along /= n;                                                                 \
+            total = norm->centered ? total / n : 0;                                     \
+            for (size first = 0; first < n; first += BLOCK_OF_ROW) {                    \
+                const size count = n - first < BLOCK_OF_ROW ? n - first : BLOCK_OF_ROW; \
+                if (n > BLOCK_OF_ROW) NORMALIZE(T, LOAD)                                \
+                EACH for (size k = 0; k < count; k++) {                                 \
+                    const T in = LOAD(g[first + k]);                                    \
+                    const T gw = weight ? in * (weight[first + k] + shift) : in;        \
+                    dx[first + k] = STORE((gw - normalized[k] * along - total) * scale); \
+                }                                                                       \
+            }                                                                           \
+        }                                                                               \
+        if (at_last) EACH for (size k = 0; k < n; k++) dweight[k] *= inverse[k];        \
+    }
+#define NORMALIZE(T, LOAD)                                                              \
+    {                                                                                   \
+        if (!norm->from_y)                                                              \
+            EACH for (size k = 0; k < count; k++)                                       \
+                normalized[k] = (LOAD(kept[first + k]) - center) * scale;               \
+        else if (bias && inverse)                                                       \
+            EACH for (size k = 0; k < count; k++)                                       \
+                normalized[k] = (LOAD(kept[first + k]) - bias[first + k]) * inverse[first + k]; \
+        else                                                                            \
+            EACH for (size k = 0; k < count; k++) {                                     \
+                const T shifted = LOAD(kept[first + k]) - (bias ? bias[first + k] : 0); \
+                normalized[k] = shifted * (inverse ? inverse[first + k] : 1);           \
+            }                                                                           \
+    }
+enum { BLOCK_OF_ROW = 2048 };
+NORM(norm_float, float, float, , )
+NORM(norm_double, double, double, , )
+NORM(norm_bfloat16, float, uint16_t, of_bfloat16, to_bfloat16) /* parameters and statistics: float */
+
+#define GROUP_NORM(NAME, T)                                                             \
+    WIDE_LOOP void NAME(const void *work, size start, size end, size thread) {          \
+        const Norm *norm = work;                                                        \
+        const size channels = norm->features, places = norm->places, n = channels * places; \
+        const T *weight = norm->weight, *bias = norm->bias, *mean = norm->mean, *rstd = norm->rstd; \
+        T *dweight = norm->dweight, *dbias = norm->dbias;                               \
+        if (dweight) dweight += thread * norm->groups * channels;                       \
+        if (dbias) dbias += thread * norm->groups * channels;                           \
+        for (size row = start; row < end; row++) {                                      \
+            const T *g = (const T *)norm->g + row * n, *kept = (const T *)norm->kept + row * n; \
+            T *dx = norm->dx ? (T *)norm->dx + row * n : NULL, along = 0, total = 0;    \
+            const size first = row % norm->groups * channels;                           \
+            for (size c = 0; c < channels; c++, g += places, kept += places) {          \
+                NORMALIZED(T)                                                           \
+                T of_weight = 0, of_bias = 0;                                           \
+                SUMMED(of_weight, of_bias) for (size k = 0; k < places; k++) {          \
+                    of_weight += g[k] * ((kept[k] - center) * scale);                   \
+                    of_bias += g[k];                                                    \
+                }                                                                       \
+                if (dweight) dweight[first + c] += of_weight;                           \
+                if (dbias) dbias[first + c] += of_bias;                                 \
+                along += of_weight * factor, total += of_bias * factor;                 \
+            }                                                                           \
+            if (!dx) continue;                                                          \
+            g -= n, kept -= n, along /= n, total /= n;                                  \
+            for (size c = 0; c < channels; c++, g += places, kept += places, dx += places) { \
+                NORMALIZED(T)                                                           \
+                EACH for (size k = 0; k < places; k++)                                  \
+                    dx[k] = (g[k] * factor - (kept[k] - center) * scale * along - total) * rstd[row]; \
+            }                                                                           \
+        }                                                                               \
+    }
+#define NORMALIZED(T)                                                                   \
+    const T factor = weight ? weight[first + c] : 1;                                    \
+    const T center = !norm->from_y ? mean[row] : bias ? bias[first + c] : 0;            \
+    const T scale = norm->from_y ? 1 / factor : rstd[row];
+GROUP_NORM(group_norm_float, float)
+GROUP_NORM(group_norm_double, double)

@@ -1,0 +1,83 @@
+/* Activations that are linear in pieces. */
+
+#pragma once
+
+#include "arguments.h"
+#include "bits.h"
+#include "layer.h"
+
+namespace {
+
+/* What by_bits reads. */
+void to_go_by_bits(Made &made, Family family, double a, double b) {
+    made.call["family"] = (int64_t)family;
+    if (family != SELECT) made.call["a"] = a, made.call["b"] = b;
+    if (!made.y.is_contiguous()) made.call["stride"] = made.y.strides();
+}
+
+/* Where the output lies: in new memory, which is stored as torch stores results, or exactly as x; or torch
+   makes it. */
+enum Output : int64_t { AS_RESULT, AS_X, BY_SOFTSHRINK };
+
+Backward bits_backward;
+
+PyObject *bits(PyObject *, PyObject *const *args, Py_ssize_t count) {
+    HANDLE_TH_ERRORS
+    TORCH_CHECK_TYPE(count == 12, "bits takes 12 arguments");
+    PyObject *also = args[10];
+    const Tensor *x = known(args[1]);
+    double number[4];
+    const int64_t forward = PyLong_AsLongLong(args[2]), family = PyLong_AsLongLong(args[6]);
+    const int64_t output = PyLong_AsLongLong(args[9]);
+    if (PyErr_Occurred()) return nullptr;
+    TORCH_CHECK_INDEX(family >= 0 && family <= SCALE, "no such family");
+    if (!x || !numbers(args + 4, number, 2) || !numbers(args + 7, number + 2, 2)) Py_RETURN_NONE;
+    const int inplace = PyObject_IsTrue(args[3]);
+    const int64_t kind = PyLong_AsLongLong(args[11]);
+    if (inplace < 0 || PyErr_Occurred()) return nullptr;
+    Loop *loop = nullptr;
+    const Kernel *kernel = nullptr;
+    if (x->is_cuda()) {
+        const bool in_any_dtype = kind <= LEAKY_RELU || kind == WITHIN, writes = kind < WITHIN;
+        if (kind == NOTHING || !has_loops(*x) || (inplace && !writes)) Py_RETURN_NONE;
+        if (!in_any_dtype && x->scalar_type() != at::kFloat) Py_RETURN_NONE;
+        if (!from_bits(*x, family) || !(kernel = to_bits(*x, kind, writes))) Py_RETURN_NONE;
+    } else {
+        loop = loop_for(forward, x->scalar_type());
+        if (!loop || !loop_for(family_of[family], x->scalar_type())) Py_RETURN_NONE;
+    }
+    if (inplace && !is_writable(*x)) Py_RETURN_NONE;
+    Made made;
+    if (also != Py_None && !THPVariable_CheckExact(also)) Py_RETURN_NONE;
+    if (output == BY_SOFTSHRINK && inplace) Py_RETURN_NONE;
+    compute([&] {
+        if (output == BY_SOFTSHRINK || (kernel && kind == NOT_INSIDE)) made.y = at::softshrink(*x, number[1]);
+        else if (kernel && kind == WITHIN) made.y = at::hardsigmoid(*x);
+        else made.y = inplace ? *x : output == AS_X ? memory_like(*x) : memory_of_result(*x);
+        if (also != Py_None) made.kept.push_back(THPVariable_Unpack(also));
+        made.kept.push_back(empty_bits(*x));
+        if (kernel) run(*kernel, *x, made.y, made.kept.back(), number[0], number[1]);
+        else run(loop, *x, made.y, made.kept.back(), number[0], number[1]);
+    });
+    made.inplace = inplace;
+    to_go_by_bits(made, (Family)family, number[2], number[3]);
+    return layer(args[0], *x, bits_backward, made);
+    END_HANDLE_TH_ERRORS
+}
+
+Tensor by_bits(AutogradContext *ctx, const Tensor &g, const Tensor &bits) {
+    auto &call = ctx->saved_data;
+    const auto family = (Family)call.at("family").toInt();
+    const double a = family == SELECT ? 1 : call.at("a").toDouble();
+    const double b = family == SELECT ? 0 : call.at("b").toDouble();
+    const auto found = call.find("stride");
+    const auto stride = found == call.end() ? c10::contiguous_strides(g.sizes())
+                                            : found->second.toDimVector();
+    return from_bits(family, g, bits, stride, a, b);
+}
+
+Tensor bits_backward(AutogradContext *ctx, const Tensor &g) {
+    return by_bits(ctx, g, ctx->get_saved_variables().back());
+}
+
+}  // namespace

@@ -1,0 +1,94 @@
+/* Convolutions, transposed or not, by what is no parameter. The gradient is the other of the two; of few
+   elements, and of several groups, stock's kernel is the faster. They cast as autocast says. */
+
+#pragma once
+
+#include "arguments.h"
+#include "layer.h"
+
+namespace {
+
+constexpr int64_t FEW_ELEMENTS = 1 << 15;
+enum Sizes { STRIDE, PADDING, DILATION, LEFT_OVER };
+
+Backward convolution_backward;
+
+PyObject *convolution(PyObject *, PyObject *const *args, Py_ssize_t count) {
+    HANDLE_TH_ERRORS
+    TORCH_CHECK_TYPE(count == 10, "convolution takes 10 arguments");
+    const Tensor *x = known(args[1]), *weight = known(args[2]);
+    const bool has_bias = args[3] != Py_None, transposed = args[7] == Py_True;
+    const Tensor *bias = has_bias ? known(args[3]) : nullptr;
+    const int64_t groups = PyLong_AsLongLong(args[9]);
+    if (PyErr_Occurred()) return nullptr;
+    if (!x || !weight || (has_bias && !bias) || !x->numel()) Py_RETURN_NONE;
+    if (x->dim() != weight->dim() || x->dim() < 3 || x->dim() > 5) Py_RETURN_NONE;
+    const size_t dims = x->dim() - 2;
+    const auto format = any_format_of(*x, dims);
+    if (x->is_cpu() && !format) Py_RETURN_NONE;
+    at::DimVector by[4];
+    for (int k = 0; k < 4; k++)
+        if (!sizes(args[k == LEFT_OVER ? 8 : 4 + k], dims, by[k])) Py_RETURN_NONE;
+    const bool casts = is_autocast(*x);
+    const auto dtype = casts ? at::autocast::get_autocast_dtype(x->device().type()) : x->scalar_type();
+    const auto cast = [&](const Tensor &t) {
+        return casts && t.is_floating_point() && t.scalar_type() != at::kDouble ? t.to(dtype) : t;
+    };
+    Made made;
+    made.y = compute([&] {
+        const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+        const auto given = has_bias ? std::optional<Tensor>(cast(*bias)) : std::nullopt;
+        made.kept = {cast(*weight)};
+        return at::convolution(cast(*x), made.kept[0], given, by[STRIDE], by[PADDING], by[DILATION], transposed,
+                               by[LEFT_OVER], groups);
+    });
+    if (!made.y.numel()) Py_RETURN_NONE;
+    for (size_t axis = 0; axis < dims && !transposed; axis++)
+        by[LEFT_OVER][axis] = (x->size(2 + axis) + 2 * by[PADDING][axis] -
+                               by[DILATION][axis] * (weight->size(2 + axis) - 1) - 1) % by[STRIDE][axis];
+    at::DimVector options = {transposed, groups};
+    for (const auto &one : by) options.append(one.begin(), one.end());
+    made.call["options"] = at::IntArrayRef(options);
+    made.call["shape"] = x->sizes();
+    if (x->is_cpu()) made.call["format"] = (int64_t)*format;
+    return layer(args[0], *x, convolution_backward, made);
+    END_HANDLE_TH_ERRORS
+}
+
+Tensor convolution_backward(AutogradContext *ctx, const Tensor &given) {
+    const Tensor weight = ctx->get_saved_variables()[0];
+    const auto options = ctx->saved_data.at("options").toDimVector();
+    const auto shape = ctx->saved_data.at("shape").toDimVector();
+    const size_t dims = shape.size() - 2;
+    const auto by = [&](Sizes one) { return at::IntArrayRef(options).slice(2 + one * dims, dims); };
+    const bool transposed = options[0];
+    const at::DimVector zeros(dims, 0);
+    const bool few = c10::multiply_integers(shape) < FEW_ELEMENTS;
+    Tensor g = given, x;
+    if (g.is_cpu()) { /* whose gradient is stored as x */
+        const auto format = format_in(ctx);
+        g = g.contiguous(format);
+        const bool is_last = format != at::MemoryFormat::Contiguous, fits = c10::multiply_integers(shape) <= g.numel();
+        /* (oneDNN takes twice as long for the transposed one of several groups of channels that are last.) */
+        const bool in_groups = is_last && options[1] > 1 && options[1] < shape[1] && g.scalar_type() == at::kFloat;
+        if (!transposed && (is_last ? fits && (few || in_groups) : few)) x = stand_in(g, shape, format);
+    } else if (!transposed && options[1] > 1 && g.is_contiguous()) {
+        /* (It copies x where cuDNN is not at hand; and that of one axis always, but not of two.) */
+        x = at::empty({1}, g.options()).expand(dims == 1 ? with_one_place(shape) : shape);
+    }
+    if (!x.defined())
+        return at::convolution(g, weight, {}, by(STRIDE), by(PADDING), by(DILATION), !transposed,
+                               transposed ? at::IntArrayRef(zeros) : by(LEFT_OVER), options[1]);
+    const bool flat = x.dim() > g.dim();
+    const auto along = [&](Sizes one, int64_t first) {
+        at::DimVector sizes(by(one));
+        if (flat) sizes.insert(sizes.begin(), first);
+        return sizes;
+    };
+    const Tensor dx = std::get<0>(at::convolution_backward(
+        flat ? g.unsqueeze(-2) : g, x, flat ? weight.unsqueeze(-2) : weight, at::OptionalIntArrayRef(), along(STRIDE, 1),
+        along(PADDING, 0), along(DILATION, 1), false, at::DimVector(x.dim() - 2, 0), options[1], {true, false, false}));
+    return flat ? dx.squeeze(-2) : dx;
+}
+
+}  // namespace

@@ -1,0 +1,71 @@
+/* For function.py, the engine: whether a call is one that nodes take, or stock. */
+
+#pragma once
+
+#include <torch/csrc/Exceptions.h>
+
+#include "arguments.h"
+
+namespace {
+
+/* Of the arguments at some places, whose gradients are wanted, as bits; None unless all are known, and none
+   is cast. */
+PyObject *wanted(PyObject *, PyObject *const *args, Py_ssize_t count) {
+    HANDLE_TH_ERRORS
+    TORCH_CHECK_TYPE(count == 3 && PyTuple_Check(args[0]) && PyTuple_Check(args[1]),
+                     "wanted takes two tuples and the devices");
+    if (!is_usual()) Py_RETURN_NONE;
+    const long casts = PyLong_AsLong(args[2]);
+    if (PyErr_Occurred()) return nullptr;
+    long bits = 0;
+    const bool enabled = at::GradMode::is_enabled();
+    for (Py_ssize_t place = 0, k = 0; place < PyTuple_GET_SIZE(args[1]); place++) {
+        const bool counts = k < PyTuple_GET_SIZE(args[0]) && PyLong_AsLong(PyTuple_GET_ITEM(args[0], k)) == place;
+        PyObject *arg = PyTuple_GET_ITEM(args[1], place);
+        if (arg != Py_None) {
+            if (!THPVariable_CheckExact(arg)) Py_RETURN_NONE;
+            const Tensor &tensor = THPVariable_Unpack(arg);
+            if (!is_known(tensor) || tensor.is_complex()) Py_RETURN_NONE;
+            if (casts & (tensor.is_cuda() ? 2 : 1) && is_autocast(tensor)) Py_RETURN_NONE;
+            if (counts && enabled && tensor.requires_grad()) bits |= 1l << k;
+        }
+        k += counts;
+    }
+    return PyLong_FromLong(bits);
+    END_HANDLE_TH_ERRORS
+}
+
+/* The weight and the bias of a module that may call its stock op at once: see function.py. */
+PyObject *for_stock(PyObject *, PyObject *const *args, Py_ssize_t count) {
+    HANDLE_TH_ERRORS
+    TORCH_CHECK_TYPE(count == 5 && PyDict_Check(args[0]), "for_stock takes a dict, bits, a tensor and two flags");
+    static PyObject *const names[] = {PyUnicode_InternFromString("weight"), PyUnicode_InternFromString("bias")};
+    static PyObject *const home = PyUnicode_InternFromString("_parameters");
+    PyObject *parameters = PyDict_GetItemWithError(args[0], home);
+    if (!parameters && PyErr_Occurred()) return nullptr;
+    if (!parameters || !PyDict_CheckExact(parameters)) Py_RETURN_NONE;
+    const auto &autocast = c10::autocast_dispatch_keyset;
+    const bool casts = args[3] == Py_True && !c10::impl::tls_local_dispatch_key_set().excluded_.has_all(autocast);
+    if (torch::jit::tracer::isTracing() || casts) Py_RETURN_NONE;
+    const bool enabled = at::GradMode::is_enabled();
+    PyObject *found[] = {args[2], nullptr, Py_None};
+    long wanted = 0;
+    for (int k = 0; k < (args[4] == Py_True ? 3 : 2); k++) {
+        if (k) {
+            const int is_hidden = PyDict_Contains(args[0], names[k - 1]);
+            if (is_hidden) return is_hidden < 0 ? nullptr : Py_NewRef(Py_None);
+            found[k] = PyDict_GetItemWithError(parameters, names[k - 1]);
+            if (!found[k] && PyErr_Occurred()) return nullptr;
+        }
+        if (found[k] == Py_None) continue;
+        if (!found[k] || !THPVariable_CheckExact(found[k])) Py_RETURN_NONE;
+        const Tensor &tensor = THPVariable_Unpack(found[k]);
+        if (k && !tensor.is_leaf()) Py_RETURN_NONE;
+        if (enabled && tensor.requires_grad()) wanted |= 1l << k;
+    }
+    if (wanted && !(wanted & PyLong_AsLong(args[1]))) Py_RETURN_NONE;
+    return PyTuple_Pack(2, found[1], found[2]);
+    END_HANDLE_TH_ERRORS
+}
+
+}  // namespace
