@@ -25,7 +25,15 @@ import memsave
 from . import paper
 from .counting import count
 from .harness import GIB, Experiment
-from .measure import again, best_device, compare, difference, kept_bytes, peak_bytes
+from .measure import (
+    again,
+    best_device,
+    compare,
+    difference,
+    keep_freed_memory,
+    kept_bytes,
+    peak_bytes,
+)
 from .render import AGAIN, matrix, mib, noise, quartiles, range_of_noise, table
 from .results import Record
 
@@ -45,7 +53,7 @@ class Config:
     ``batch`` of images, and a ``larger_batch`` for ``small_models``, of which the calls of Python
     take a part that shows; ``short_steps`` vary more, and are taken more often; ``sequences`` of a
     transformer (0: the paper's), one batch or several; ``layers`` those of a transformer (0: as
-    published); ``size`` of images in pixels.
+    published); ``size`` of images in pixels; whether to ``keep_freed`` memory (see measure.py).
     """
 
     models: tuple[str, ...] = MODELS
@@ -58,6 +66,7 @@ class Config:
     layers: int = 4
     size: int = 224
     repeats: int = 7
+    keep_freed: bool = False
 
 
 @dataclass(frozen=True)
@@ -71,6 +80,7 @@ class Case:
     layers: int
     size: int
     repeats: int
+    keep_freed: bool = False
 
 
 def cases(config: Config) -> Iterator[Case]:
@@ -88,7 +98,8 @@ def cases(config: Config) -> Iterator[Case]:
         for batch, scenario, what in product(batches, wanted, (*VARIANTS, "time")):
             short = name in config.short_steps and batch != config.larger_batch
             repeats = 4 * config.repeats if short else config.repeats
-            yield Case(name, scenario, what, batch, config.layers, size, repeats)
+            sizes = batch, config.layers, size, repeats
+            yield Case(name, scenario, what, *sizes, config.keep_freed)
 
 
 @dataclass
@@ -146,6 +157,8 @@ def measure(case: Case) -> dict[str, Any]:
     """What the allocator has handed out after a forward pass, and at most in a step; or the times
     of both in turn.
     """
+    if case.keep_freed:
+        keep_freed_memory()
     stock = stock_side(case)
     if case.what in VARIANTS:
         one = stock if case.what == "stock" else converted(stock)

@@ -60,6 +60,7 @@ class Measured(Protocol):
     holds: dict[str, dict[int, int]]
     places: Mapping[int, Tensor]
     stale: set[str]
+    returned: set[int]
 
 
 def measured(
@@ -69,10 +70,12 @@ def measured(
 
     Args:
         layers: Those to choose for, with the number of their options.
-        traces: What was kept when every layer had the option of the same place (or its last).
+        traces: What was kept when every layer had the option of the same place (or its last, which
+            is the stock layer's).
     """
     first = traces[0] if traces else None
     known = set(first.places.values()) if first else set()
+    overwritable = _overwritable(traces[-1]) if traces else set()
     options: dict[str, list[Option | None]] = {}
     sizes: dict[Tensor, int] = {}
     for layer, count in layers.items():
@@ -82,7 +85,7 @@ def measured(
             shared = {t: size for t, size in held.items() if t in known}
             sizes.update(shared)
             owned = sum(held.values()) - sum(shared.values())
-            stale = layer in trace.stale
+            stale = layer in trace.stale or overwritable & held.keys()
             options[layer].append(None if stale else Option(frozenset(shared), owned))
         if not any(options[layer]):
             options[layer][0] = Option(frozenset(), 0)  # nothing is right, nor was it before
@@ -91,6 +94,12 @@ def measured(
             for key in held if layer not in layers else ():
                 sizes.pop(first.places.get(key), None)
     return options, sizes
+
+
+def _overwritable(stock: Measured) -> set[Tensor]:
+    """What the model returns and stock keeps nothing of: so its caller may write to it."""
+    held = set().union(*stock.holds.values())
+    return {stock.places.get(key, key) for key in stock.returned - held}
 
 
 def total(choice: Choice, options: Options, sizes: Mapping[Tensor, int]) -> int:

@@ -18,7 +18,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrize
 
 from . import _choose, _trace, extensions, nn as _  # noqa: F401 - registers the drop-ins
-from .layers.module import BY_POLICY, DROP_INS, ROWS, STOCK, Class, offered
+from .layers.module import BY_POLICY, DROP_INS, ROWS, STOCK, Class, has_own_forward, offered
 from .spec import Layer
 
 logger = logging.getLogger("memsave")
@@ -113,7 +113,9 @@ def convert(
     place(plan)
     result = coverage(model)
     logger.info("%s", result)
-    if not any(entry.status == "converted" for entry in result):
+    # (Stock layers may be the least; that is no reason to warn.)
+    is_chosen = example_inputs is not None and any(STOCK.keys() & _candidates(m) for m in found)
+    if not is_chosen and not any(entry.status == "converted" for entry in result):
         warnings.warn(
             "memsave.convert found nothing to convert; print(memsave.coverage(model)) lists why",
             stacklevel=2,
@@ -319,5 +321,7 @@ def _bound_forwards(module: nn.Module) -> list[str]:
 
 
 def _is_replaced(module: nn.Module) -> bool:
-    """Whether a call of the module need not come to the forward of its class."""
+    """Whether a call of the module need not come to the forward that its class had at first."""
+    if not has_own_forward(_origin(module)):
+        return True
     return "forward" in vars(module) and not _bound_forwards(module)

@@ -486,6 +486,8 @@ class Trace:
                 self.holds.setdefault(item.module, {})[item.key] = item.nbytes
             if item.is_stale:
                 self.stale.add(item.module)
+        #: The storages that the model has returned.
+        self.returned = {key for call in calls if not call.module for key in call.outputs}
         #: Of each storage that a module has got or returned, where that was first.
         self.places = _places(calls)
         #: Bytes by layer, each storage counted once, at the first layer that keeps it.

@@ -106,17 +106,27 @@ def bytes_of(model: nn.Module, x: Tensor) -> int | None:
     return kept(run, [x, *model.parameters()])
 
 
+def may_be_overwritten(model: nn.Module, x: Tensor) -> bool:
+    """Whether backward succeeds where the caller has written to the output."""
+    try:
+        model(x).mul_(2).sum().backward()
+    except RuntimeError:
+        return False
+    return True
+
+
 @given(st.lists(st.sampled_from([*LAYERS]), min_size=1, max_size=4), st.booleans())
 def test_is_the_least_of_all_in_chains(names: list[str], wants_input: bool) -> None:
     model, x = chain(names), torch.randn(4, WIDTH, requires_grad=wants_input)
     if bytes_of(model, x) is None or not any(t.requires_grad for t in (x, *model.parameters())):
         return
-    every = []
+    every, is_free = [], may_be_overwritten(model, x)
     for classes in itertools.product(*[_candidates(layer) for layer in model]):
         other = chain(names)
         for layer, cls in zip(other, classes, strict=True):
             layer.__class__ = cls
-        every.append(bytes_of(other, x))
+        if may_be_overwritten(other, x) >= is_free:
+            every.append(bytes_of(other, x))
     chosen = memsave.convert(chain(names), x)
     assert bytes_of(chosen, x) == min(size for size in every if size is not None)
     same(step(chosen, x), step(chain(names), x))
@@ -141,6 +151,13 @@ def test_goes_by_who_wants_a_gradient() -> None:
     assert classes(model)[1] is memsave.nn.ReLU
 
 
+def test_stock_layers_may_be_least() -> None:
+    """Of what is an input of the model, and so alive. (And nothing warns.)"""
+    x = torch.randn(4, WIDTH, requires_grad=True)
+    assert type(memsave.convert(chain(["leaky"]), x)[0]) is nn.LeakyReLU
+    assert type(memsave.convert(chain(["leaky"]))[0]) is memsave.nn.LeakyReLU
+
+
 def test_chooses_anew() -> None:
     x = torch.randn(4, WIDTH)
     model = memsave.convert(chain(["linear", "relu", "linear"]))
@@ -160,6 +177,21 @@ def test_an_output_that_is_overwritten_is_not_kept() -> None:
     same(step(model, x), step(chain(names), x))
     names[2] = "relu"
     assert type(memsave.convert(chain(names), x)[1]) is memsave.nn.LayerNormFromOutput
+
+
+@pytest.mark.parametrize("last", ["norm", "elu", "relu", "tanh"])
+def test_what_the_model_returns_may_be_overwritten(last: str) -> None:
+    """By its caller, as of stock: which keeps its output of the last two alone."""
+    x = torch.randn(4, WIDTH)
+    model = memsave.convert(chain(["linear", last]), x)
+    stock = may_be_overwritten(chain(["linear", last]), x)
+    assert stock == (last in ("norm", "elu"))
+    assert may_be_overwritten(model, x) >= stock
+    # What another layer keeps in any case, nobody may overwrite.
+    model = nn.ModuleDict({"first": chain(["linear", "relu"]), "then": chain(["linear"])})
+    model.forward = lambda x: (y := model["first"](x), model["then"](y))  # type: ignore[assignment]
+    memsave.convert(model, x)
+    assert type(model["first"][1]) is memsave.nn.ReLUFromOutput  # type: ignore[index]
 
 
 def test_layers_that_are_used_twice() -> None:

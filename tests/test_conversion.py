@@ -7,6 +7,8 @@ repeated modules, parametrizations, optimizers, wrappers. What is left alone is 
 import copy
 import io
 import pickle
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 
@@ -390,6 +392,58 @@ def test_a_forward_on_the_instance() -> None:
     skipped, converted = memsave.coverage(model)
     assert (skipped.status, skipped.reason) == ("skipped", "its forward is replaced by another")
     assert (type(layer), converted.status) == (nn.ReLU, "converted")
+
+
+@pytest.mark.parametrize("cls", [nn.Linear, nn.Conv2d, nn.BatchNorm2d, nn.LayerNorm, nn.ReLU])
+def test_a_forward_of_all_modules(cls: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others put theirs into a class of torch: it is called, also if that comes after."""
+    owner = next(c for c in cls.__mro__ if "forward" in vars(c))
+    own = owner.forward
+
+    def forward(self: nn.Module, input: Tensor) -> Tensor:
+        return own(self, input) + 1
+
+    def patched(model: nn.Module) -> bool:
+        with torch.no_grad():
+            return torch.equal(model(x), own(layer, x) + 1)
+
+    layer, x = helpers.build(cls).eval(), helpers.module_input(cls)
+    model = memsave.convert(copy.deepcopy(layer))
+    monkeypatch.setattr(owner, "forward", forward)
+    assert patched(model)
+    assert patched(copy.deepcopy(layer))
+    with pytest.warns(UserWarning, match="nothing to convert"):
+        other = memsave.convert(nn.Sequential(copy.deepcopy(layer)))
+    assert type(other[0]) is cls  # type: ignore[index]
+    (entry,) = memsave.coverage(other)[-1:]
+    assert (entry.status, entry.reason) == ("skipped", "its forward is replaced by another")
+    assert patched(other)
+    monkeypatch.undo()
+    assert not patched(model)
+    assert type(memsave.convert(other)[0]) is not cls  # type: ignore[index]
+    assert helpers.kept(lambda: model(x), [x]) == helpers.kept(lambda: other(x), [x])
+
+
+def test_a_forward_of_all_modules_before_memsave_is_imported() -> None:
+    code = """
+from torch import nn
+own = nn.Linear.forward
+def forward(self, input):
+    return own(self, input) + 1
+nn.Linear.forward = forward
+import memsave, torch
+layer, x = nn.Linear(2, 2), torch.ones(2)
+model = memsave.convert(nn.Sequential(layer, nn.ReLU()))
+assert type(layer) is nn.Linear and layer(x).equal(own(layer, x) + 1)
+assert memsave.nn.Linear.forward(layer, x).equal(own(layer, x))
+layer.__class__ = memsave.nn.Linear
+assert layer(x).equal(own(layer, x) + 1)
+nn.Linear.forward = own
+assert layer(x).equal(own(layer, x))
+layer.__class__ = nn.Linear
+assert type(memsave.convert(model)[0]) is memsave.nn.Linear
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
 @pytest.mark.parametrize("first", ["hooks", "convert"])

@@ -9,6 +9,7 @@ import gc
 import shutil
 import subprocess
 import sys
+import warnings
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -1028,6 +1029,20 @@ def test_places_are_of_whole_planes() -> None:
         y = F.max_pool2d(x, 2)
     with pytest.raises(RuntimeError, match="another shape"):
         y.sum().backward()
+
+
+def test_errors_name_the_layer() -> None:
+    """As those of stock; not the template that all share."""
+    y = memsave.functional.relu(torch.ones(3, requires_grad=True))
+    with (
+        warnings.catch_warnings(action="ignore"),
+        torch.autograd.detect_anomaly(),
+        pytest.raises(RuntimeError, match="MemsaveReluBackward' returned nan"),
+    ):
+        y.backward(torch.full((3,), torch.nan))
+    y = memsave.nn.LayerNormFromOutput(3)(torch.ones(3, requires_grad=True))
+    with pytest.raises(RuntimeError, match="output 0 of MemsaveLayerNormFromOutput"):
+        y.mul_(2).sum().backward()
 
 
 def test_a_fork_has_no_threads_of_its_parent() -> None:

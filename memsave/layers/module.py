@@ -26,6 +26,8 @@ DROP_INS: dict[Class, list[Class]] = {}
 #: The rows that a drop-in may run (BatchNorm has one per mode), and its stock class.
 ROWS: dict[Class, tuple[Layer, ...]] = {}
 STOCK: dict[Class, Class] = {}
+#: The forward that each stock class came with, if it is known.
+_FORWARDS: dict[Class, Callable[..., Any]] = {}
 #: Drop-ins that keep least at a price in time, and are taken only if a policy says so.
 BY_POLICY: set[Class] = set()
 #: Make drop-ins for classes that nobody has listed, if they can: ``recogniser(cls)`` registers
@@ -154,6 +156,19 @@ def unregister(cls: Class) -> None:
         del DROP_INS[STOCK[cls]]
 
 
+def has_own_forward(stock: Class) -> bool:
+    """Whether nobody has put another forward in the place of that of a stock class, for all modules
+    that have it.
+    """
+    if stock not in _FORWARDS:
+        owner = next(cls for cls in stock.__mro__ if "forward" in vars(cls))
+        is_of_torch = owner.__module__.startswith("torch.")
+        if is_of_torch and getattr(owner.forward, "__module__", None) != owner.__module__:
+            return False
+        _FORWARDS[stock] = stock.forward
+    return stock.forward is _FORWARDS[stock]
+
+
 #: Hooks of all modules, by their number, that may miss calls within a layer.
 OF_RECORDERS: set[int] = set()
 
@@ -176,6 +191,7 @@ def is_hooked(module: nn.Module) -> bool:
 
 def _dress(cls: Class, stock: Class) -> None:
     """Give a drop-in what is said of it in :func:`register`."""
+    own, seen = cls.forward, stock.forward if has_own_forward(stock) else None
 
     def __prepare_scriptable__(self: nn.Module) -> nn.Module:
         plain = copy.copy(self)
@@ -183,6 +199,10 @@ def _dress(cls: Class, stock: Class) -> None:
         return plain
 
     def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        nonlocal seen
+        if stock.forward is not seen:  # Somebody has replaced it, for all modules of the class.
+            seen = stock.forward
+            cls.forward = own if has_own_forward(stock) else seen  # type: ignore[method-assign]
         # Nobody has put a function of their own in its place, as torch.fx does: what that does.
         if stock.__call__ is _CALL and self._compiled_call_impl is None:
             return self._call_impl(*args, **kwargs)

@@ -29,14 +29,14 @@ PyTypeObject *show() {
     static PyTypeObject type = {PyVarObject_HEAD_INIT(nullptr, 0)};
     static PyGetSetDef properties[] = {THP_FUNCTION_DEFAULT_PROPERTIES, {nullptr}};
     static PyMethodDef functions[] = {
-        {"name", name_of<T>, METH_NOARGS, nullptr},
+        {"name", THPCppFunction_name, METH_NOARGS, nullptr},
         {"register_hook", THPCppFunction_register_hook, METH_O, nullptr},
         {"register_prehook", THPCppFunction_register_prehook, METH_O, nullptr},
         {"_register_hook_dict", THPCppFunction_register_hook_dict, METH_O, nullptr},
         {"_sequence_nr", THPCppFunction_sequence_nr, METH_NOARGS, nullptr},
         {nullptr}};
     _initFunctionPyTypeObject(type, "MemsaveLayerBackward", properties, functions);
-    registerCppFunction(typeid(CppNode<T>), &type);
+    registerCppFunction(typeid(Named<T>), &type);
     return &type;
 }
 

@@ -61,12 +61,26 @@ bool name(PyObject *row, Made &made) {
     return name;
 }
 
-/* A node, as this version of torch holds one. */
+/* A node, named as the Python class of an autograd function is. */
+template <typename T>
+struct Named : CppNode<T> {
+    std::string name() const override {
+        std::string name = "Memsave";
+        bool starts = true;
+        for (const char letter : this->ctx_.saved_data.at("row").toStringRef()) {
+            if (letter != '_' && letter != '.') name += starts ? (char)std::toupper(letter) : letter;
+            starts = letter == '_' || letter == '.';
+        }
+        return name + "Backward";
+    }
+};
+
+/* The same, as this version of torch holds one. */
 template <typename Handle, typename T>
 auto make_node() {
     if constexpr (std::is_same_v<Handle, std::shared_ptr<torch::autograd::Node>>)
-        return std::shared_ptr<CppNode<T>>(new CppNode<T>, [](auto *node) { deleteNode(node); });
-    else return c10::make_intrusive<CppNode<T>>();
+        return std::shared_ptr<Named<T>>(new Named<T>, [](auto *node) { deleteNode(node); });
+    else return c10::make_intrusive<Named<T>>();
 }
 
 /* As T::apply, of a few inputs, which may be absent, and of new outputs (or, in place, the one input): most
@@ -112,21 +126,6 @@ PyObject *layer(PyObject *row, const Tensor &x, Backward *backward, Made &made) 
     made.call["backward"] = (int64_t)backward;
     link<Layer>({x}, {made.y}, made);
     return THPVariable_Wrap(made.y);
-}
-
-/* As the Python class of an autograd function is named. */
-template <typename T>
-PyObject *name_of(PyObject *self, PyObject *) {
-    HANDLE_TH_ERRORS
-    const auto *node = (CppNode<T> *)((torch::autograd::THPCppFunction *)self)->cdata.get();
-    std::string name = "Memsave";
-    bool starts = true;
-    for (const char letter : node->ctx_.saved_data.at("row").toStringRef()) {
-        if (letter != '_' && letter != '.') name += starts ? (char)std::toupper(letter) : letter;
-        starts = letter == '_' || letter == '.';
-    }
-    return PyUnicode_FromString((name + "Backward").c_str());
-    END_HANDLE_TH_ERRORS
 }
 
 }  // namespace
