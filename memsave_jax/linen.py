@@ -134,7 +134,7 @@ def _is_plain(module: Any, shape: tuple[int, ...], named: tuple[str, ...]) -> bo
     """Whether our functions take the options of a convolution."""
     return (
         (module.padding in named if isinstance(module.padding, str) else True)
-        and len(shape) <= 5
+        and 3 <= len(shape) <= 5
         and (module.mask is None or module.mask.shape == shape)
     )
 

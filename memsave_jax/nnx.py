@@ -186,7 +186,7 @@ def _is_plain(layer: nnx.Conv | nnx.ConvTranspose, padding: Any, named: tuple[st
     return (
         (not isinstance(padding, str) or padding in named)
         and layer.promote_dtype is promote_dtype
-        and len(layer.kernel_size) <= 3
+        and 0 < len(layer.kernel_size) <= 3
         and (layer.mask is None or layer.mask.shape == layer.kernel_shape)
     )
 

@@ -166,6 +166,7 @@ CASES = [
     circular(promote_dtype=to_half),
     case("Conv", 4, 3, padding="CAUSAL", kernel_dilation=2, x=line),
     case("Conv", 4, (2, 2, 2), padding="REFLECT", x=image(1, 3, 3, 3, 2)),
+    *(case(name, 4, (), bias_init=nn.initializers.normal()) for name in ("Conv", "ConvTranspose")),
     case("ConvTranspose", 4, (3, 2), strides=(2, 2)),
     flipped(strides=(2, 2), padding="VALID"),
     flipped(padding=1, use_bias=False, preferred_element_type=jnp.float32),

@@ -138,6 +138,7 @@ def mask(*shape: int) -> jax.Array:
 
 HALF = jnp.bfloat16
 CONV: dict[str, tuple[dict[str, Any], Any]] = {
+    "no axes": ({"kernel_size": ()}, image(3, 4)),
     "same": ({}, image()),
     "circular": ({"padding": "CIRCULAR", "strides": 2}, image()),
     "circular mask": ({"padding": "CIRCULAR", "mask": mask(3, 3, 4, 6)}, image()),
@@ -169,6 +170,7 @@ CONV: dict[str, tuple[dict[str, Any], Any]] = {
     "volume": ({"kernel_size": (3, 2, 2), "padding": "CIRCULAR"}, image(1, 4, 4, 3, 4)),
 }
 TRANSPOSE: dict[str, tuple[dict[str, Any], Any]] = {
+    "no axes": ({"kernel_size": ()}, image(3, 4)),
     "plain": ({"strides": 2}, image()),
     "flip": ({"transpose_kernel": True, "strides": (2, 2)}, image()),
     "flip valid": ({"transpose_kernel": True, "padding": "VALID", "strides": 3}, image(6, 6, 4)),

@@ -250,7 +250,7 @@ def conv(
         if dims != 1:
             raise ValueError("Causal padding is only implemented for 1D convolutions.")
         padding = [(extent[0] - 1, 0)]
-    return _conv[dims](
+    return _conv.get(dims, _conv_primal)(
         inputs,
         kernel,
         bias,
@@ -301,29 +301,18 @@ def conv_transpose(
         pads = [_transposed_padding(e, s, same) for e, s in zip(extent, strides, strict=True)]
     else:
         pads = _pairs(padding, strides, dilation)
-    if dims not in _conv_transpose:
-        y = lax.conv_transpose(
-            inputs,
-            kernel,
-            strides,
-            pads,
-            rhs_dilation=dilation,
-            transpose_kernel=transpose_kernel,
-            **options,
-        )
-    else:
-        both = zip(extent, pads, strict=True)
-        complements = [(e - 1 - low, e - 1 - high) for e, (low, high) in both]
-        y = _conv_transpose[dims](
-            inputs,
-            kernel,
-            None if circular else bias,
-            stride=strides,
-            padding=complements,
-            dilation=dilation,
-            flip=transpose_kernel,
-            **options,
-        )
+    both = zip(extent, pads, strict=True)
+    complements = [(e - 1 - low, e - 1 - high) for e, (low, high) in both]
+    y = _conv_transpose.get(dims, _conv_transpose_primal)(
+        inputs,
+        kernel,
+        None if circular else bias,
+        stride=strides,
+        padding=complements,
+        dilation=dilation,
+        flip=transpose_kernel,
+        **options,
+    )
     return _plus(_wrapped(y, inputs, strides, transpose_kernel), bias) if circular else y
 
 
