@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,36 @@ def test_tables_are_those_of_the_results() -> None:
     """If not: ``python -m experiments plot``."""
     assert README.count("<!-- results of ") > 10
     assert render.fill(README, command_line.load, results.FOLDER) == README
+
+
+def test_what_it_says_in_short() -> None:
+    """Is in the tables: bytes by model and scenario, times by model (and batch) and scenario."""
+    trained = {"the input": "Input (BN eval)", "the norms": "Norm", "everything": "All"}
+    short = README[README.index("**In short**") : README.index("## Two commands")]
+    rows = [line.split(" | ") for line in short.strip().split("\n")[4:]]
+    assert len(rows) >= 5
+    for what, model, kept, peak, time in rows:
+        scenario = trained[what.strip("| ").split(" alone")[0]]
+        found = {
+            name: dict(zip(header, values, strict=True))[scenario]
+            for name in ("scenarios", "scenario_times")
+            for header, values in _rows(name, model)
+        }
+        assert found == {"scenarios": f"{kept}, {peak}", "scenario_times": time.strip("| ")}
+
+
+def _rows(name: str, model: str) -> Iterator[tuple[list[str], list[str]]]:
+    """Those of a model in the tables of an experiment, with their headers; the last of them."""
+    start = README.index(f"<!-- results of {name} -->")
+    header: list[str] = []
+    before: list[str] = []
+    for line in README[start : README.index("<!-- end -->", start)].split("\n"):
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if line.startswith("| ---"):
+            header = before
+        elif re.sub(r" \(.*\)$", "", cells[0]) == model:
+            yield header, cells
+        before = cells
 
 
 @pytest.mark.parametrize("name", TABLE)
