@@ -322,6 +322,5 @@ def _bound_forwards(module: nn.Module) -> list[str]:
 
 def _is_replaced(module: nn.Module) -> bool:
     """Whether a call of the module need not come to the forward that its class had at first."""
-    if not has_own_forward(_origin(module)):
-        return True
-    return "forward" in vars(module) and not _bound_forwards(module)
+    is_own = "forward" in vars(module) and not _bound_forwards(module)
+    return is_own or not has_own_forward(_origin(module))

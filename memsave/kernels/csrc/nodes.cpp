@@ -6,6 +6,8 @@
 
    All of nodes/ is compiled at once, as torch's headers take most of the time. */
 
+#include <torch/csrc/autograd/python_cpp_function.h>
+
 #include "nodes/activation.h"
 #include "nodes/avg_pooling.h"
 #include "nodes/batch_norm.h"

@@ -9,7 +9,7 @@
 
 namespace {
 
-/* Bits of whether random numbers are below p, as bernoulli_ says, drawn by random.c from a generator of
+/* Bits of whether random numbers are below p, as bernoulli_ says, drawn by random.h from a generator of
    the CPU, which its caller has locked. Undefined, with nothing drawn, where its state is none. */
 Tensor by_loop(const at::Generator &generator, int64_t elements, double p) {
     auto *implementation = generator.get<at::CPUGeneratorImpl>();
