@@ -4,7 +4,7 @@
 
 setup: .venv/installed
 
-.venv/installed: requirements-dev.txt pyproject.toml setup.py $(wildcard memsave/kernels/*.c memsave/kernels/*.cpp memsave/kernels/*.h)
+.venv/installed: requirements-dev.txt pyproject.toml setup.py $(shell find memsave/kernels/csrc -type f)
 	python3 -m venv .venv
 	.venv/bin/pip install -r requirements-dev.txt
 	.venv/bin/pip install --no-build-isolation --no-deps -e .

@@ -73,11 +73,13 @@ def convert(
 
     Some ops have several rows: one keeps the input, another the output or a bit per element. Which
     is least depends on what the neighbours keep. With example inputs, the model runs forward a few
-    times, on fake tensors that take neither memory nor time, and each layer gets the row (or stays
-    the stock layer) with which the whole model keeps least, for the parameters and inputs that want
-    a gradient now and the mode that the model is in. That is never more than stock keeps (but
-    for a bit per element of LoRA's inputs, with dropout). Gradients are right in any other case,
-    too; to choose anew for it, convert again.
+    times, and each layer gets the row (or stays the stock layer) with which the whole model keeps
+    least, for the parameters and inputs that want a gradient now and the mode that the model is in.
+    That is never more than stock keeps (but for a bit per element of LoRA's inputs, with dropout).
+    Gradients are right in any other case, too; to choose anew for it, convert again. It runs on
+    fake tensors, which take neither memory nor time, or where it fails on those (as where it
+    depends on values) on real ones. They stand in for its own, so no other thread may use the model
+    meanwhile.
 
     Args:
         model: Any module; a stock layer itself is fine.

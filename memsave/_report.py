@@ -145,9 +145,10 @@ def report(
     """Report what each layer keeps for backward: stock, now, and converted.
 
     The model runs forward a few times (as stock, as it is, converted in several ways) in the mode
-    it is in (train or eval) and is left as it was. Converted means by ``convert(model, inputs)``:
-    each layer has the row with which the model keeps least. The inputs' ``requires_grad`` says
-    whether the gradient with respect to them is wanted.
+    it is in (train or eval) and is left as it was. (Meanwhile other tensors stand in for its own,
+    so no other thread may use it.) Converted means by ``convert(model, inputs)``: each layer has
+    the row with which the model keeps least. The inputs' ``requires_grad`` says whether the
+    gradient with respect to them is wanted.
 
     Args:
         model: Any module, converted or not; real, meta or fake.

@@ -152,18 +152,20 @@ class Recorder(TorchFunctionMode):
         self.predictions: list[Prediction] = []
 
     def __enter__(self) -> Recorder:
-        # Hooks that are seen would change what is kept: a layer may do without its activation.
-        before = register_module_forward_pre_hook(self._enter)
-        after = register_module_forward_hook(self._leave, with_kwargs=True)
-        self._stack.callback(before.remove)
-        self._stack.callback(after.remove)
-        OF_RECORDERS.update((before.id, after.id))
-        self._stack.callback(OF_RECORDERS.difference_update, (before.id, after.id))
-        # remove() forgets this one (torch 2.13), and torch.compile would warn of a global hook.
-        self._stack.callback(_global_forward_hooks_with_kwargs.pop, after.id, None)
-        self._stack.enter_context(observe(self._observe))
-        self._stack.enter_context(saved_tensors_hooks(self._pack, lambda held: held.tensor))
-        super().__enter__()
+        with ExitStack() as stack:  # which undoes what there was, if torch refuses one
+            # Hooks that are seen would change what is kept: a layer may do without its activation.
+            before = register_module_forward_pre_hook(self._enter)
+            after = register_module_forward_hook(self._leave, with_kwargs=True)
+            stack.callback(before.remove)
+            stack.callback(after.remove)
+            OF_RECORDERS.update((before.id, after.id))
+            stack.callback(OF_RECORDERS.difference_update, (before.id, after.id))
+            # remove() forgets this one (torch 2.13), and torch.compile would warn of a global hook.
+            stack.callback(_global_forward_hooks_with_kwargs.pop, after.id, None)
+            stack.enter_context(observe(self._observe))
+            stack.enter_context(saved_tensors_hooks(self._pack, lambda held: held.tensor))
+            super().__enter__()
+            self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -406,7 +408,10 @@ def run(
         try:
             with _quiet(logging.getLogger("torch._subclasses.fake_tensor")):
                 return run(model, inputs, kwargs, trainable, fake=True)
-        except Exception:  # Fake tensors know less than real ones; of a mistake these tell, too.
+        except Exception as error:  # Of a mistake the real ones tell, too.
+            logging.getLogger("memsave").info(
+                "fake tensors will not do, so the model runs on real ones: %s", error
+            )
             return run(model, inputs, kwargs, trainable, fake=False)
     mode = FakeTensorMode(allow_non_fake_inputs=True) if fake else None
     state = _dry_state(model, trainable, mode)

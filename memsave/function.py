@@ -26,6 +26,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from numbers import Number
 from threading import get_ident
 from typing import Any, NamedTuple
 
@@ -205,6 +206,8 @@ def differentiable(rule: Rule) -> Callable[..., Any]:
         stock_only, run = (_untraceable, function.apply) if compiling else (_unservable, apply)
         if not wanted or stock_only(rule, args, options):
             return primal(*args, **options)
+        if not compiling and not _PLAIN.issuperset(map(type, options.values())):
+            options = {name: _plain(option) for name, option in options.items()}
         plan = plans[wanted]
         if plan.is_stock and not (unless is not None and unless(**options)):
             y = primal(*args, **options)
@@ -382,6 +385,21 @@ def observe(observer: Callable[[Call], None]) -> Iterator[None]:
 def _tell(call: Call) -> None:
     if (observer := _observers.get(get_ident())) is not None:
         observer(call)
+
+
+#: Of options, most.
+_PLAIN = {bool, float, int, str, tuple, type(None)}
+
+
+def _plain(option: Any) -> Any:
+    """A number of another library, or in a tensor, as Python's; a list, which its owner may change
+    before backward, as a tuple.
+    """
+    if type(option) is list:
+        return tuple(option)
+    return (
+        option.item() if isinstance(option, Number | Tensor) and hasattr(option, "item") else option
+    )
 
 
 def _first(y: Any) -> Tensor:

@@ -8,10 +8,9 @@ JAX (by ``_active``), which hence does not reuse what it traced with the stock m
 
 from __future__ import annotations
 
-import dis
 import inspect
 from collections.abc import Callable, Iterator
-from types import CodeType, FunctionType, ModuleType
+from types import FunctionType
 from typing import Any, TypeVar
 
 import jax
@@ -19,7 +18,7 @@ from flax import linen as nn, serialization
 
 from memsave.spec import Layer
 
-from ._coverage import Coverage, Entry
+from ._coverage import Coverage, Entry, named
 
 M = TypeVar("M", bound=nn.Module)
 C = TypeVar("C", bound=type[nn.Module])
@@ -292,25 +291,8 @@ def _functions_of(module: nn.Module) -> list[str]:
     for base in type(module).__mro__:
         if not base.__module__.startswith(("flax.", "memsave_jax.")):
             methods = (inspect.unwrap(m) for m in vars(base).values() if callable(m))
-            used += [v for m in methods if isinstance(m, FunctionType) for v in _named_in(m)]
+            for method in methods:
+                if isinstance(method, FunctionType):
+                    used += named(method, FUNCTIONS.values())
     used = [getattr(value, "func", value) for value in used]  # of a functools.partial
     return [name for name, stock in FUNCTIONS.items() if any(value is stock for value in used)]
-
-
-def _named_in(function: FunctionType) -> Iterator[Any]:
-    """The values of the global and closed-over names, with attributes, in a function's code."""
-    known = dict(function.__globals__)
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        known[name] = getattr(cell, "cell_contents", None)  # an empty cell has none
-    codes = [function.__code__]
-    for code in codes:
-        codes += [const for const in code.co_consts if isinstance(const, CodeType)]
-        value = None
-        for step in dis.get_instructions(code):
-            if step.opname in ("LOAD_GLOBAL", "LOAD_DEREF", "LOAD_NAME"):
-                value = known.get(step.argval)
-            elif step.opname in ("LOAD_ATTR", "LOAD_METHOD") and isinstance(value, ModuleType):
-                value = getattr(value, step.argval, None)
-            else:
-                value = None
-            yield value

@@ -190,6 +190,21 @@ def is_number(option: Any) -> bool:
 def _by_custom_jvp(rule: Rule, options: dict[str, Any]) -> Callable[..., Any]:
     """The form whose tangent is the linear transpose of ``bwd``."""
 
+    # JAX remembers what it has traced of a function: so one for all layers of the same types.
+    @functools.lru_cache(maxsize=256)
+    def pushing(wrt: Mask, shapes: tuple[tuple[str, Any], ...], types: Any) -> Callable[..., Any]:
+        # (With prevent_cse, XLA could not fuse a layer's backward with that of the next one.)
+        @functools.partial(jax.checkpoint, prevent_cse=False)
+        def push(saved: dict[str, Any], wanted: dict[str, Any]) -> Any:
+            def pull(g: Any) -> Grads:
+                return _backward(rule, g, wrt, saved, dict(shapes), options)
+
+            grads = jax.eval_shape(pull, types)
+            tangents = {name: _varying(wanted[name], grads[name]) for name in grads}
+            return jax.linear_transpose(pull, types)(tangents)[0]
+
+        return push
+
     @jax.custom_jvp
     def function(arrays: dict[str, Any], *args: Any) -> Any:
         return rule.primal(*args, **arrays, **options)
@@ -215,18 +230,7 @@ def _by_custom_jvp(rule: Rule, options: dict[str, Any]) -> Callable[..., Any]:
         fwd = rule.fwd if rule.row.extras else lambda *_, **__: (function(arrays, *args), {})
         y, residuals, shapes = _forward(rule, fwd, wrt, args, arrays, options)
         saved = {name: residuals[name] for name in rule.row.saves(wrt)}
-        types = jax.tree.map(jax.typeof, y)
-
-        # (With prevent_cse, XLA could not fuse a layer's backward with that of the next one.)
-        @functools.partial(jax.checkpoint, prevent_cse=False)
-        def push(saved: dict[str, Any], wanted: dict[str, Any]) -> Any:
-            def pull(g: Any) -> Grads:
-                return _backward(rule, g, wrt, saved, shapes, options)
-
-            grads = jax.eval_shape(pull, types)
-            tangents = {name: _varying(wanted[name], grads[name]) for name in grads}
-            return jax.linear_transpose(pull, types)(tangents)[0]
-
+        push = pushing(wrt, tuple(shapes.items()), jax.tree.map(jax.typeof, y))
         return y, push(saved, wanted)
 
     function.defjvp(jvp, symbolic_zeros=True)

@@ -91,7 +91,7 @@ def test_nothing_wanted_runs_the_stock_op(row: Layer, mode) -> None:
 
 @every_row
 def test_a_gradient_for_every_mask(row: Layer) -> None:
-    """The engine hands out gradients for the mask alone, and its node carries the row's name."""
+    """The engine hands out gradients for the mask alone."""
     for wrt in row.masks()[1:]:
         actual, expected = both(row, lambda f, args, opts: outcome(f, args, **opts), wrt=wrt)
         same(actual, expected)

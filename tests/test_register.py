@@ -81,6 +81,13 @@ def test_unregister(drop_in: type[nn.Module]) -> None:
         memsave.unregister(drop_in)
 
 
+def test_registered_twice(drop_in: type[nn.Module]) -> None:
+    """It is there once."""
+    memsave.register(spec.SWIGLU)(drop_in)
+    memsave.unregister(drop_in)
+    assert type(memsave.convert(model())[0]) is MLP
+
+
 def test_the_last_registered_is_the_default() -> None:
     class Louder(nn.ReLU):
         def forward(self, input: Tensor) -> Tensor:
@@ -112,9 +119,19 @@ class Two(MLP, nn.Identity):
     pass
 
 
+class OfADropIn(memsave.nn.ReLU):
+    pass
+
+
 @pytest.mark.parametrize(
     ("rows", "cls"),
-    [((), SavingMLP), (("swiglu",), SavingMLP), ((spec.SWIGLU,), Own), ((spec.SWIGLU,), Two)],
+    [
+        ((), SavingMLP),
+        (("swiglu",), SavingMLP),
+        ((spec.SWIGLU,), Own),
+        ((spec.SWIGLU,), Two),
+        ((spec.RELU,), OfADropIn),
+    ],
 )
 def test_what_cannot_be_registered(rows, cls) -> None:
     known = {stock: list(candidates) for stock, candidates in DROP_INS.items()}

@@ -16,6 +16,7 @@ from torch.nn.utils import parametrize
 
 import memsave
 import memsave.nn
+from memsave import function
 from memsave._trace import Recorder, storage_key
 
 
@@ -299,6 +300,18 @@ def test_leaves_no_hooks_behind() -> None:
     """Of those on all modules, torch itself forgets to remove a part."""
     memsave.report(Both(), torch.randn(8, 4))
     assert not torch.nn.modules.module._has_any_global_hook()
+
+
+def test_leaves_no_hooks_behind_if_it_fails() -> None:
+    """As where torch refuses hooks of what is saved."""
+    x = torch.randn(8, 4)
+    with (
+        torch.autograd.graph.disable_saved_tensors_hooks("not now"),
+        pytest.raises(RuntimeError, match="not now"),
+    ):
+        memsave.report(Both(), x)
+    assert not torch.nn.modules.module._has_any_global_hook()
+    assert not function._observers
 
 
 def test_layers_without_parameters() -> None:

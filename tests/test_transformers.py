@@ -331,10 +331,28 @@ def test_what_computes_something_else_is_left_alone(
     assert entry.status == ("converted" if recognised else "skipped")
 
 
-def test_recognising_draws_no_random_numbers() -> None:
+class WithAProperty(Plain):
+    """Of which no instance can be made by setting its attributes."""
+
+    weight = property(lambda self: torch.ones(4))
+
+
+def test_what_cannot_be_made_is_left_alone(monkeypatch) -> None:
+    monkeypatch.setattr(WithAProperty, "__module__", "transformers.models.new.modeling_new")
+    model = nn.Sequential(WithAProperty.__new__(WithAProperty), nn.ReLU())
+    nn.Module.__init__(model[0])
+    assert type(memsave.convert(model)[0]) is WithAProperty
+
+
+def test_recognising_draws_no_random_numbers(monkeypatch) -> None:
+    """Nor does it touch the generators of devices."""
     from memsave.layers.module import _asked
 
+    def fail(*_: Any) -> None:
+        raise AssertionError
+
     layer = mlp("olmo2", "Olmo2MLP", nn.SiLU())
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", fail)
     state = torch.get_rng_state()
     _asked.clear()
     memsave.convert(layer)

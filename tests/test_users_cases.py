@@ -5,9 +5,11 @@ have them, buffers. The properties draw most of these options too; these are the
 kept one by one so that a name says which one is back.
 """
 
+import copy
 import math
 
 import helpers
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -17,6 +19,7 @@ from torch.nn.utils import parametrizations, parametrize, prune
 from torch.utils.checkpoint import checkpoint
 
 import memsave
+import memsave.functional
 import memsave.nn
 
 FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -560,3 +563,144 @@ def test_nothing_of_the_input_survives_a_frozen_layer() -> None:
         assert size <= x.nbytes / 16
         on_node = getattr(layer(x).grad_fn, "__dict__", {})
         assert not any(isinstance(value, Tensor) for value in on_node.values())
+
+
+# Options that are no numbers of Python's, which torch takes for such.
+
+
+@either
+@pytest.mark.parametrize("number", [np.int64, torch.tensor], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "option",
+    [
+        *("MaxPool2d.kernel_size", "MaxPool2d.stride", "MaxPool2d.padding", "MaxPool2d.dilation"),
+        *("MaxPool1d.stride", "AvgPool2d.kernel_size", "AvgPool2d.stride"),
+    ],
+)
+def test_integers_of_other_libraries(option: str, number, frozen: bool) -> None:
+    """Raised: a truth value of an empty array, or something that is not iterable."""
+    cls, name = option.split(".")
+    options = {"kernel_size": 3, name: number(1 if name in ("padding", "dilation") else 2)}
+    agree(lambda m: getattr(m, cls)(**options).double(), 2, 2, *[7] * int(cls[-2]), frozen=frozen)
+
+
+def test_integers_of_numpy_in_a_transposed_convolution() -> None:
+    x, weight = torch.randn(2, 3, 5, 5, requires_grad=True), torch.randn(3, 2, 3, 3)
+    results = []
+    for functional in (F, memsave.functional):
+        y = functional.conv_transpose2d(x, weight, stride=np.int64(2))
+        results.append((y, torch.autograd.grad(y.sum(), x)))
+    same(*results)
+
+
+@pytest.mark.parametrize("alpha", [np.float32(0.5), torch.tensor(0.5)], ids=["numpy", "tensor"])
+@pytest.mark.parametrize("cls", ["ELU", "CELU"])
+def test_another_librarys_alpha(cls: str, alpha: object) -> None:
+    """Failed in backward, by rows that ``convert`` chooses with example inputs."""
+    stock = nn.Sequential(nn.Linear(3, 3), getattr(nn, cls)(), nn.Linear(3, 3))
+    stock[1].alpha = alpha
+    x = torch.randn(4, 3)
+    ours = memsave.convert(copy.deepcopy(stock), x)
+    assert type(ours[1]).__name__ == f"{cls}FromOutput"
+    same(helpers.step(ours, x), helpers.step(stock, x))
+
+
+@pytest.mark.parametrize("cls", ["Dropout", "AlphaDropout", "Dropout2d"])
+@pytest.mark.parametrize("p", [np.float32(0.4), torch.tensor(0.4)], ids=["numpy", "tensor"])
+def test_another_librarys_probability(cls: str, p: object) -> None:
+    """Drew other numbers, as 1 - p was rounded to 32 bits."""
+    results = []
+    for namespace in (nn, memsave.nn):
+        layer = getattr(namespace, cls)()
+        layer.p = p
+        x = torch.randn(4, 50, 5, 5, generator=torch.Generator().manual_seed(0))
+        results.append(helpers.step(layer, x.requires_grad_()))
+    same(*results, rtol=0, atol=0)
+
+
+def test_a_list_that_is_changed_before_backward() -> None:
+    """It was read again there."""
+    x, weight = torch.randn(2, 3, 8, 8), torch.randn(4, 3, 3, 3)
+    results = []
+    for functional in (F, memsave.functional):
+        padding = [1, 2]
+        leaves = [x.clone().requires_grad_(), weight.clone().requires_grad_(False)]
+        y = functional.conv2d(*leaves, padding=padding)
+        padding[:] = [0, 0]
+        results.append(torch.autograd.grad(y.sum(), leaves[0]))
+        leaves[1].requires_grad_()
+        padding[:] = [1, 2]
+        y = functional.conv2d(leaves[0].detach(), leaves[1], padding=padding)
+        padding[:] = [0, 0]
+        results[-1] += torch.autograd.grad(y.sum(), leaves[1])
+    same(*results)
+
+
+def test_dilation_as_a_number_with_padding_to_the_same_size() -> None:
+    """Raised: an int is not iterable."""
+    conv = nn.Conv2d(2, 3, 3, padding="same").double()
+    conv.dilation = 2
+    x = torch.randn(2, 2, 9, 9, dtype=torch.float64, requires_grad=True)
+    expected = helpers.step(conv, x)
+    same(helpers.step(memsave.convert(conv), x), expected)
+
+
+@either
+@pytest.mark.parametrize("format", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("kernel", [2, (2, 3), (3, 4), 4])
+def test_the_gradient_with_uneven_padding_is_stored_as_stocks(kernel, format, frozen) -> None:
+    """It was a view of a padded one: ``g.view(-1)`` raised."""
+    x = torch.randn(3, 4, 9, 8).to(memory_format=format).requires_grad_()
+    results = []
+    for change in (lambda m: m, memsave.convert):
+        torch.manual_seed(0)
+        conv = change(nn.Conv2d(4, 6, kernel, padding="same")).requires_grad_(not frozen)
+        results += torch.autograd.grad(conv(x).sum(), x)
+    same(*results, layout=True, rtol=1e-5, atol=1e-5)
+    assert results[1].untyped_storage().nbytes() == x.untyped_storage().nbytes()
+
+
+def test_a_threshold_below_which_everything_is_curved() -> None:
+    """Overflowed, in :func:`math.exp`."""
+    model, x = nn.Sequential(nn.Softplus(1, -1000.0), nn.Linear(3, 3)), torch.randn(2, 3)
+    expected = helpers.step(model, x)
+    same(helpers.step(memsave.convert(model, x), x), expected)
+
+
+# Sums over many rows.
+
+ROWS = 1 << 17
+
+
+@pytest.mark.parametrize(
+    ("cls", "dtype"),
+    [
+        *((f"{cls}FromOutput", torch.float32) for cls in ("RMSNorm", "LayerNorm")),
+        *(("RMSNorm", dtype) for dtype in (torch.float32, torch.bfloat16)),
+    ],
+)
+def test_the_gradient_of_parameters_over_many_rows(cls: str, dtype: torch.dtype) -> None:
+    """Lost a digit with every tenfold, where stock's (of RMSNorm) does not."""
+    generator = torch.Generator().manual_seed(0)
+    x = (torch.rand(ROWS, 4, generator=generator) + 1).to(dtype)
+    grads = {}
+    for wide in (dtype, torch.float64):
+        layer = getattr(memsave.nn, cls)(4).to(wide)
+        layer(x.to(wide)).backward(torch.ones(ROWS, 4, dtype=wide))
+        grads[wide] = [p.grad.double() for p in layer.parameters()]
+    # (The normalized inputs are rounded, each in its own way.)
+    loose = 1e-6 if dtype is torch.float32 else 1e-2
+    for found, exact in zip(grads[dtype], grads[torch.float64], strict=True):
+        torch.testing.assert_close(found, exact, rtol=loose, atol=loose * ROWS**0.5)
+
+
+@pytest.mark.parametrize("weight", [None, torch.tensor([0.1, 0.1])], ids=["alike", "weighted"])
+@pytest.mark.parametrize("shape", [(1 << 20, 2), (4, 2, 512, 512)], ids=["rows", "images"])
+def test_the_mean_of_many_losses(shape: tuple[int, ...], weight: Tensor | None) -> None:
+    """The sum of the weights was rounded with each: a percent of a million."""
+    target = torch.zeros(shape[0], *shape[2:], dtype=torch.long)
+    results = []
+    for functional in (F, memsave.functional):
+        x = torch.zeros(shape, requires_grad=True)
+        results += torch.autograd.grad(functional.cross_entropy(x, target, weight), x)
+    same(*results, rtol=1e-6, atol=0)

@@ -318,7 +318,7 @@ def recognise(cls: Class) -> None:
     if len(inspect.signature(cls.forward).parameters) != 2:
         return
     with unset_fake_temporarily(), torch.device("cpu"), torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         for candidate in CANDIDATES:
             if all(_agrees(cls, candidate, *dtypes) for dtypes in DTYPES):
                 derive(cls, _renamed_arguments(candidate.forward(cls), cls), *candidate.rows)
@@ -340,8 +340,11 @@ def _agrees(cls: Class, candidate: Candidate, dtype: torch.dtype, parameters: to
     """
     module = cls.__new__(cls)
     nn.Module.__init__(module)
-    for name, value in candidate.attributes(parameters).items():
-        setattr(module, name, value)
+    try:
+        for name, value in candidate.attributes(parameters).items():
+            setattr(module, name, value)
+    except Exception:  # of a class that has something else by that name
+        return False
     x = 4 * torch.randn(64, candidate.features, dtype=torch.float32).to(dtype)
     ours = candidate.forward(cls)
     return all(

@@ -32,7 +32,7 @@ from ..function import (
     lowered,
 )
 from .module import drop_in
-from .shape import Ints, is_size, per_axis, remembered
+from .shape import Ints, in_format, is_size, per_axis, remembered
 
 CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 CONV_TRANSPOSE = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
@@ -42,12 +42,13 @@ CONV_TRANSPOSE = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transp
 
 
 def _padding(
-    padding: Ints | str, mode: str, kernel: Sequence[int], dilation: Sequence[int]
+    padding: Ints | str, mode: str, kernel: Sequence[int], dilation: Ints
 ) -> tuple[list[tuple[int, int]], list[int]]:
     """Split into explicit padding per axis (if any) and the padding left to the convolution."""
     dims = len(kernel)
     if padding == "same":
-        totals = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
+        apart = per_axis(dilation, dims)
+        totals = [d * (k - 1) for d, k in zip(apart, kernel, strict=True)]
         both = [(total // 2, total - total // 2) for total in totals]
     else:
         both = [(p, p) for p in per_axis(0 if isinstance(padding, str) else padding, dims)]
@@ -109,17 +110,18 @@ def _flat(pads: Sequence[tuple[int, int]]) -> list[int]:
 
 def _unpad(g: Tensor, pads: Sequence[tuple[int, int]], mode: str) -> Tensor:
     """The adjoint of :func:`_pad`: crop, and add what was copied to where it came from."""
+    if mode == "zeros":
+        return F.pad(g, [-p for p in _flat(pads)])
     for axis, (left, right) in enumerate(pads, start=-len(pads)):
         if not left and not right:
             continue
         size = g.shape[axis] - left - right
         inner = g.narrow(axis, left, size)
-        if mode != "zeros":
-            places = torch.arange(size, dtype=torch.float64, device=g.device)
-            source = F.pad(places[None], (left, right), mode=mode)[0].long()
-            for start, length in ((0, left), (left + size, right)):
-                edge = g.narrow(axis, start, length)
-                inner = inner.index_add(axis, source.narrow(0, start, length), edge)
+        places = torch.arange(size, dtype=torch.float64, device=g.device)
+        source = F.pad(places[None], (left, right), mode=mode)[0].long()
+        for start, length in ((0, left), (left + size, right)):
+            edge = g.narrow(axis, start, length)
+            inner = inner.index_add(axis, source.narrow(0, start, length), edge)
         g = inner
     return g
 
@@ -162,6 +164,7 @@ def _conv_bwd(
     grads = {}
     if "x" in wrt:
         padded_shape = [*x_shape[:-dims], *padded]
+        g = in_format(g, shapes["x"])
         if is_size(g.numel(), 0):
             dx = g.new_zeros(padded_shape)
         elif g.is_cuda and groups > 1 and g.ndim == dims + 2 > 3 and g.is_contiguous():
@@ -289,9 +292,7 @@ def _conv_primal(dims: int) -> Callable[..., Tensor]:
         padding_mode: str = "zeros",
     ) -> Tensor:
         if padding_mode != "zeros":
-            pads, padding = _padding(
-                padding, padding_mode, weight.shape[2:], per_axis(dilation, dims)
-            )
+            pads, padding = _padding(padding, padding_mode, weight.shape[2:], dilation)
             x = _pad(x, pads, padding_mode)
         return stock(x, weight, bias, stride, padding, dilation, groups)  # type: ignore[arg-type]
 
@@ -423,7 +424,7 @@ def _padding_left(self: Any) -> Any:
 
 
 @remembered
-def _same(kernel: Sequence[int], dilation: Sequence[int]) -> tuple[int, ...]:
+def _same(kernel: Sequence[int], dilation: Ints) -> tuple[int, ...]:
     """The padding to the same size, if it is as much on both sides."""
     pads, padding = _padding("same", "zeros", kernel, dilation)
     return () if pads else tuple(padding)

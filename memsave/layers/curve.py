@@ -222,8 +222,9 @@ class SELUFromOutput(nn.SELU):
         return _selu_from_output(input, inplace=self.inplace)
 
 
-_EPS = {
-    dtype: torch.finfo(dtype).eps
+#: Thresholds of softplus from which on the output tells the branch: exp(-threshold) is below eps.
+_LEAST = {
+    dtype: -math.log(torch.finfo(dtype).eps)
     for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 }
 
@@ -235,7 +236,7 @@ class SoftplusFromOutput(nn.Softplus):
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        if self.beta <= 0 or math.exp(-self.threshold) > _EPS.get(input.dtype, 0.0):
+        if self.beta <= 0 or self.threshold < _LEAST.get(input.dtype, math.inf):
             return nn.Softplus.forward(self, input)
         return _softplus_from_output(input, beta=self.beta, threshold=self.threshold)
 

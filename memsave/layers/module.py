@@ -80,7 +80,8 @@ def register(*rows: Layer) -> Callable[[M], M]:
         *rows: The rows of the table that the drop-in runs. Reports and ``coverage`` show them.
 
     Raises:
-        TypeError: No row, or a class that does not derive from one class of modules alone.
+        TypeError: No row, or a class that does not derive from one class of modules alone, or
+            from a drop-in.
     """
     return _register(rows, default=True)
 
@@ -106,7 +107,11 @@ def _register(rows: tuple[Layer, ...], *, default: bool) -> Callable[[M], M]:
         if len(bases) != 1 or not issubclass(bases[0], nn.Module) or bases[0] is nn.Module:
             raise TypeError(f"a drop-in derives from the class that it replaces alone, not {bases}")
         (stock,) = bases
+        if stock in STOCK:
+            raise TypeError(f"{stock.__name__} is a drop-in itself: derive from {STOCK[stock]}")
         candidates = DROP_INS.setdefault(stock, [])
+        if cls in candidates:
+            candidates.remove(cls)
         candidates.insert(0 if default else len(candidates), cls)
         ROWS[cls], STOCK[cls] = rows, stock
         _dress(cls, stock)

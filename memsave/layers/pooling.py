@@ -341,8 +341,8 @@ def _functional(layer: Callable[..., Any], dims: int) -> Callable[..., Any]:
     max_pool.__name__ = max_pool.__qualname__ = name
     max_pool.__doc__ = f"""As :func:`torch.nn.functional.{name}`.
 
-    Keeps one byte per output element (two where a window has over 256 places), not the input.
-    Shapes, dtypes and errors are those of the stock function.
+    Keeps one byte per output element (two where a window has over 256 places, four where over
+    32768), not the input. Shapes, dtypes and errors are those of the stock function.
     """
     return max_pool
 
@@ -362,7 +362,8 @@ def _adaptive(layer: Callable[..., Any], dims: int) -> Callable[..., Any]:
     adaptive_max_pool.__name__ = adaptive_max_pool.__qualname__ = name
     adaptive_max_pool.__doc__ = f"""As :func:`torch.nn.functional.{name}`.
 
-    Keeps one byte per output element (two where a window has over 256 places), not the input.
+    Keeps one byte per output element (two where a window has over 256 places, four where over
+    32768), not the input.
     """
     return adaptive_max_pool
 

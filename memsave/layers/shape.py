@@ -17,18 +17,19 @@ from ..kernels.reference import Like
 Ints = int | Sequence[int]
 
 
+_SEQUENCES = (tuple, list)
+
+
 def per_axis(value: Ints, dims: int) -> list[int]:
     """One value per spatial axis; torch accepts an int or a sequence of one for all."""
-    values = [value] if isinstance(value, int) else list(value)
+    values = list(value) if isinstance(value, _SEQUENCES) else [value]
     return values * dims if len(values) == 1 else values
 
 
 def stride_or(kernel_size: Any, stride: Any) -> Any:
     """The stride of a pooling layer; where it is absent, the kernel's size. (0 is an error.)"""
-    return kernel_size if stride in _ABSENT else stride
-
-
-_ABSENT: tuple[Any, ...] = (None, (), [])
+    is_absent = stride is None or (isinstance(stride, _SEQUENCES) and not stride)
+    return kernel_size if is_absent else stride
 
 
 def remembered(function: Callable[..., Any]) -> Callable[..., Any]:

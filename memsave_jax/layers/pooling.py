@@ -142,7 +142,12 @@ def _offsets(x: Array, outputs: tuple[int, ...], window: Window) -> Array:
 def _offsets_of_many(x: Array, outputs: tuple[int, ...], window: Window) -> Array:
     """The same by JAX's own loop over a window, which also carries where a place is."""
     x = window.padded(x, outputs, -jnp.inf)
-    index = lax.iota(jnp.int32, x.size).reshape(x.shape)
+    # Within an image, as 32 bits may not count a batch.
+    axes = [axis for axis in reversed(range(x.ndim)) if window.kernel[axis] > 1]
+    index, unit = jnp.zeros(x.shape, jnp.int32), 1
+    for axis in axes:
+        index = index + _iota(x, axis) * unit
+        unit *= x.shape[axis]
 
     def later(one: tuple[Array, Array], two: tuple[Array, Array]) -> tuple[Array, Array]:
         keep = (two[1] < 0) | ((one[1] >= 0) & (one[0] >= two[0]))  # the start is no place
@@ -154,7 +159,7 @@ def _offsets_of_many(x: Array, outputs: tuple[int, ...], window: Window) -> Arra
         window_dilation=window.dilation,
     )  # fmt: skip
     offsets, unit = jnp.zeros(outputs, jnp.int32), 1
-    for axis in reversed(range(x.ndim)):
+    for axis in axes:
         first = lax.broadcasted_iota(jnp.int32, outputs, axis) * window.stride[axis]
         offsets = offsets + (places % x.shape[axis] - first) // window.dilation[axis] * unit
         unit *= window.kernel[axis]
@@ -270,10 +275,10 @@ def _adaptive_bwd(
         return {"x": jnp.zeros(inputs, g.dtype) + g.sum()}  # which is zero, and linear in g
     first = g.ndim - dims - 1
     sizes, counts = inputs[first:-1], g.shape[first:-1]
-    starts = [
-        _iota(g, first + axis) * size // count
-        for axis, (size, count) in enumerate(zip(sizes, counts, strict=True))
-    ]
+    starts = []
+    for axis, (size, count) in enumerate(zip(sizes, counts, strict=True), first):
+        k = _iota(g, axis)  # and k * size // count, but that could have over 32 bits
+        starts.append(k * (size // count) + k * (size % count) // count)
     kernel = spec.adaptive_kernel(sizes, counts)
     places = jnp.zeros(g.shape, jnp.int32)
     for size, index in zip(
@@ -339,7 +344,8 @@ def max_pool(
 ) -> Array:
     """As :func:`flax.linen.max_pool` (and ``nnx.max_pool``).
 
-    Keeps one byte per output element (two where a window has over 256 places), not the input.
+    Keeps one byte per output element (two where a window has over 256 places, four where over
+    32768), not the input.
     Over other than one to three axes it is stock.
 
     Args:
@@ -355,7 +361,8 @@ def max_pool(
 def adaptive_max_pool(inputs: Array, output_size: Sequence[int | None]) -> Array:
     """As :class:`torch.nn.AdaptiveMaxPool2d`, over one to three axes before the channels.
 
-    Keeps one byte per output element (two where a window has over 256 places), not the input.
+    Keeps one byte per output element (two where a window has over 256 places, four where over
+    32768), not the input.
 
     Args:
         inputs: ``(*n, spatial axes, channels)``.

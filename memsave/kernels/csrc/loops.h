@@ -8,7 +8,7 @@
 
 /* To be counted up, in native.py too, with each change of what is below or of what Python calls: so that
    nothing runs that was compiled from another state of the sources. */
-enum { INTERFACE = 16 };
+enum { INTERFACE = 17 };
 
 /* Kinds of numbers. */
 enum { OF_FLOAT, OF_DOUBLE, OF_BFLOAT16, OF_FLOAT16 };
@@ -44,6 +44,7 @@ typedef struct {
 typedef struct {
     const void *g, *kept, *mean, *rstd, *weight, *bias, *inverse; /* or NULL, the last five */
     void *dx, *dweight, *dbias;                                   /* or NULL; a row for each thread */
+    double *totals;           /* of native.c, for two rows of sums for each thread; or NULL */
     ptrdiff_t features;       /* or channels of a group */
     ptrdiff_t groups, places; /* or 1 */
     double shift;             /* added to the weight */

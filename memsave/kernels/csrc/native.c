@@ -12,6 +12,8 @@
 #error "Bits are read and written as integers whose first byte is the lowest."
 #endif
 
+#include <stdlib.h>
+
 #include "native/activation.h"
 #include "native/batch_norm.h"
 #include "native/curve.h"
@@ -52,10 +54,18 @@ static const struct {
 enum { SELECT, PART }; /* of these */
 #define COUNT(TABLE) (size)(sizeof TABLE / sizeof *TABLE)
 
+/* (Without memory for the totals it is less exact.) */
+static void run_norm_by(Loop *loop, Norm norm, size rows, size threads) {
+    const size sums = 2 * threads * norm.groups * norm.features;
+    const int are_many = rows > ROWS_OF_SUM * norm.groups && (norm.dweight || norm.dbias);
+    norm.totals = are_many ? calloc((size_t)sums, sizeof *norm.totals) : NULL;
+    run((Task){loop, &norm, rows, 1}, threads, rows * norm.features * norm.places);
+    free(norm.totals);
+}
+
 static void run_norm(const Norm *norm, int is_double, int of_groups, size rows, size threads) {
     Loop *const loops[2][2] = {{norm_float, norm_double}, {group_norm_float, group_norm_double}};
-    run((Task){loops[of_groups][is_double], norm, rows, 1}, threads,
-        rows * norm->features * norm->places);
+    run_norm_by(loops[of_groups][is_double], *norm, rows, threads);
 }
 
 static void run_softmax(const Softmax *rows, int kind, size count, size threads) {
@@ -258,8 +268,9 @@ static PyObject *norm(PyObject *module, PyObject *args) {
     norm.mean = data[VECTORS], norm.rstd = data[VECTORS + 1], norm.weight = data[VECTORS + 2];
     norm.bias = data[VECTORS + 3], norm.inverse = data[VECTORS + 4];
     norm.dx = (void *)data[DX], norm.dweight = (void *)data[DWEIGHT], norm.dbias = (void *)data[DBIAS];
-    in_threads((Task){NORMS[loop].loop, &norm, rows, 1}, threads,
-               rows * norm.features * norm.places);
+    Py_BEGIN_ALLOW_THREADS;
+    run_norm_by(NORMS[loop].loop, norm, rows, threads);
+    Py_END_ALLOW_THREADS;
     Py_RETURN_TRUE;
 }
 

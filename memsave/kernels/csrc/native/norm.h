@@ -5,6 +5,18 @@
 
 #include "elements.h"
 
+/* Sums over many rows lose digits: from time to time they are put aside, and in the end they are the totals. */
+enum { ROWS_OF_SUM = 64 };
+#define PUT_ASIDE(T)                                                                    \
+    static inline void put_aside_##T(T *sums, double *totals, size n, int is_end) {     \
+        for (size k = 0; sums && k < n; k++) {                                          \
+            totals[k] += sums[k];                                                       \
+            sums[k] = is_end ? (T)totals[k] : 0;                                        \
+        }                                                                               \
+    }
+PUT_ASIDE(float)
+PUT_ASIDE(double)
+
 #define NORM(NAME, T, STORED, LOAD, STORE)                                              \
     WIDE_LOOP void NAME(const void *work, size start, size end, size thread) {          \
         const Norm *norm = work;                                                        \
@@ -14,9 +26,14 @@
         T *dweight = norm->dweight, *dbias = norm->dbias;                               \
         if (dweight) dweight += thread * n;                                             \
         if (dbias) dbias += thread * n;                                                 \
+        double *totals = norm->totals ? norm->totals + 2 * thread * n : NULL;           \
         /* Of parameters alone, the inverse is a factor of the whole sum. */            \
         const int at_last = dweight && dbias && bias && inverse && !norm->dx;           \
         for (size row = start; row < end; row++) {                                      \
+            if (totals && (row - start) % ROWS_OF_SUM == 0) {                           \
+                put_aside_##T(dweight, totals, n, 0);                                   \
+                put_aside_##T(dbias, totals + n, n, 0);                                 \
+            }                                                                           \
             const STORED *g = (const STORED *)norm->g + row * n;                        \
             const STORED *kept = (const STORED *)norm->kept + row * n;                  \
             const T center = mean ? mean[row] : 0, scale = rstd ? rstd[row] : 1;        \
@@ -69,6 +86,10 @@
                 }                                                                       \
             }                                                                           \
         }                                                                               \
+        if (totals) {                                                                   \
+            put_aside_##T(dweight, totals, n, 1);                                       \
+            put_aside_##T(dbias, totals + n, n, 1);                                     \
+        }                                                                               \
         if (at_last) EACH for (size k = 0; k < n; k++) dweight[k] *= inverse[k];        \
     }
 #define NORMALIZE(T, LOAD)                                                              \
@@ -94,11 +115,17 @@ NORM(norm_bfloat16, float, uint16_t, of_bfloat16, to_bfloat16) /* parameters and
     WIDE_LOOP void NAME(const void *work, size start, size end, size thread) {          \
         const Norm *norm = work;                                                        \
         const size channels = norm->features, places = norm->places, n = channels * places; \
+        const size all = norm->groups * channels, period = norm->groups * ROWS_OF_SUM;  \
         const T *weight = norm->weight, *bias = norm->bias, *mean = norm->mean, *rstd = norm->rstd; \
         T *dweight = norm->dweight, *dbias = norm->dbias;                               \
-        if (dweight) dweight += thread * norm->groups * channels;                       \
-        if (dbias) dbias += thread * norm->groups * channels;                           \
+        if (dweight) dweight += thread * all;                                           \
+        if (dbias) dbias += thread * all;                                               \
+        double *totals = norm->totals ? norm->totals + 2 * thread * all : NULL;         \
         for (size row = start; row < end; row++) {                                      \
+            if (totals && (row - start) % period == 0) {                                \
+                put_aside_##T(dweight, totals, all, 0);                                 \
+                put_aside_##T(dbias, totals + all, all, 0);                             \
+            }                                                                           \
             const T *g = (const T *)norm->g + row * n, *kept = (const T *)norm->kept + row * n; \
             T *dx = norm->dx ? (T *)norm->dx + row * n : NULL, along = 0, total = 0;    \
             const size first = row % norm->groups * channels;                           \
@@ -120,6 +147,10 @@ NORM(norm_bfloat16, float, uint16_t, of_bfloat16, to_bfloat16) /* parameters and
                 EACH for (size k = 0; k < places; k++)                                  \
                     dx[k] = (g[k] * factor - (kept[k] - center) * scale * along - total) * rstd[row]; \
             }                                                                           \
+        }                                                                               \
+        if (totals) {                                                                   \
+            put_aside_##T(dweight, totals, all, 1);                                     \
+            put_aside_##T(dbias, totals + all, all, 1);                                 \
         }                                                                               \
     }
 #define NORMALIZED(T)                                                                   \

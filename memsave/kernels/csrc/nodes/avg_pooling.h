@@ -46,7 +46,7 @@ PyObject *avg_pool(PyObject *, PyObject *const *args, Py_ssize_t count) {
 }
 
 Tensor avg_pool_backward(AutogradContext *ctx, const Tensor &g) {
-    ctx->get_saved_variables(); /* (as above) */
+    ctx->get_saved_variables(); /* none; but a second time is an error, as in stock */
     const auto options = ctx->saved_data.at("options").toDimVector();
     const auto shape = ctx->saved_data.at("shape").toDimVector();
     const size_t dims = options.size() / 3 - 1;
@@ -96,7 +96,7 @@ PyObject *adaptive_avg_pool(PyObject *, PyObject *const *args, Py_ssize_t count)
 }
 
 Tensor adaptive_avg_pool_backward(AutogradContext *ctx, const Tensor &g) {
-    ctx->get_saved_variables(); /* (as above) */
+    ctx->get_saved_variables(); /* none; but a second time is an error, as in stock */
     const auto shape = ctx->saved_data.at("shape").toDimVector();
     const int64_t dims = ctx->saved_data.at("dims").toInt();
     const auto format = format_in(ctx);

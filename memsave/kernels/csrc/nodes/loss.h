@@ -90,7 +90,8 @@ Tensor cross_entropy_backward(AutogradContext *ctx, const Tensor &g) {
         using wide_t = at::opmath_type<scalar_t>;
         const wide_t *of = given.const_data_ptr<wide_t>();
         const scalar_t *weights = weight.defined() ? weight.const_data_ptr<scalar_t>() : nullptr;
-        wide_t *each = h.mutable_data_ptr<wide_t>(), total = 0;
+        wide_t *each = h.mutable_data_ptr<wide_t>();
+        double total = 0;
         for (int64_t row = 0; row < rows; row++) {
             const bool is_ignored = classed[row] == ignored;
             TORCH_CHECK_INDEX(is_ignored || (classed[row] >= 0 && classed[row] < classes), "Target ", classed[row],
@@ -99,7 +100,7 @@ Tensor cross_entropy_backward(AutogradContext *ctx, const Tensor &g) {
             total += each[row];
         }
         for (int64_t row = 0; row < rows; row++)
-            if (classed[row] != ignored) each[row] *= of[of_rows ? row : 0] / (is_mean ? total : 1);
+            if (classed[row] != ignored) each[row] *= of[of_rows ? row : 0] / (is_mean ? (wide_t)total : 1);
     });
     if (!is_double) {
         const Softmax softmax = {x.const_data_ptr(), h.const_data_ptr<float>(), classed, dx.mutable_data_ptr(), classes,

@@ -210,7 +210,7 @@ variable_list norm_by_loop(const Tensor &given, const variable_list &kept, const
     const auto write = [](const Tensor &t) { return t.defined() ? t.mutable_data_ptr() : nullptr; };
     const Norm norm = {g.const_data_ptr(), array.const_data_ptr(), nullptr, read(kept[RSTD]),
                        read(kept[WEIGHT]), read(kept[BIAS]), read(inverse),
-                       write(grads[0]), write(grads[1]), write(grads[2]),
+                       write(grads[0]), write(grads[1]), write(grads[2]), nullptr,
                        of.features / of.groups, of.groups, of.places, 0, from_y, centered};
     loops->norm(&norm, g.scalar_type() == at::kDouble, groups > 0, of.count, threads);
     for (int k = 1; k < 3; k++)

@@ -260,7 +260,8 @@ PyObject *adaptive_max_pool(PyObject *, PyObject *const *args, Py_ssize_t count)
         }
         loops->adaptive_pool(&work, x->scalar_type() == at::kDouble, planes, at::get_num_threads());
         Windows(x->sizes(), shape, kernel).to_offsets(places);
-        made.kept = {as_integers(places, bits == 8 ? at::kByte : bits == 16 ? at::kShort : at::kInt)};
+        const auto dtype = bits == 8 ? at::kByte : bits == 16 ? at::kShort : bits == 32 ? at::kInt : at::kLong;
+        made.kept = {as_integers(places, dtype)};
     });
     made.call["kernel"] = at::IntArrayRef(kernel);
     made.call["shape"] = x->sizes();
