@@ -28,6 +28,8 @@ from strategies import Case, label, wanted
 import memsave_jax.functional as F
 from memsave.spec import TABLE, Layer, permutation
 from memsave_jax import function
+from memsave_jax.function import RULES, differentiable
+from memsave_jax.layers import pooling
 
 #: What a transformation does to a row depends on what it keeps and on how its rule is made, so
 #: unless there is time these are rows that differ in that.
@@ -989,3 +991,37 @@ def test_layouts_are_orders_of_the_rows_axes() -> None:
     for rule in function.RULES.values():
         for name, axes in rule.row.args.items():
             permutation(axes, rule.layout[name], 6 if "*" in axes else len(axes.split()))
+
+
+def test_layers_of_the_same_types_are_traced_once() -> None:
+    """As it takes longer than all else, in deep models that are not rolled into loops."""
+    calls = 0
+    rule = RULES["relu"]
+
+    def bwd(*args: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return rule.bwd(*args, **options)
+
+    relu = differentiable(rule._replace(bwd=bwd))
+
+    def loss(x: jax.Array) -> jax.Array:
+        for _ in range(5):
+            x = relu(x - 0.1)
+        return x.sum()
+
+    x = jnp.linspace(-1, 1, 24).reshape(4, 6)
+    gradient = jax.jit(jax.grad(loss))(x)
+    assert 0 < calls <= 2  # for the types of its results, and for its transpose
+    np.testing.assert_array_equal(gradient, (x > 0.5).astype(x.dtype))
+
+
+def test_many_parts_of_a_long_axis() -> None:
+    """Where they begin had over 32 bits on the way."""
+    size, count = 65536, 40000
+    saved = {"offsets": jnp.zeros((count, 1), jnp.uint8)}
+    shapes = {"x": jax.ShapeDtypeStruct((size, 1), jnp.float32)}
+    ones = jnp.ones((count, 1))
+    grads = pooling._adaptive_bwd(1, ones, frozenset({"x"}), saved, shapes, output_size=count)
+    starts = np.arange(count, dtype=np.int64) * size // count
+    np.testing.assert_array_equal(grads["x"][:, 0], np.bincount(starts, minlength=size))
