@@ -397,9 +397,8 @@ def _plain(option: Any) -> Any:
     """
     if type(option) is list:
         return tuple(option)
-    return (
-        option.item() if isinstance(option, Number | Tensor) and hasattr(option, "item") else option
-    )
+    is_number = isinstance(option, Number | Tensor)
+    return getattr(option, "item", lambda: option)() if is_number else option
 
 
 def _first(y: Any) -> Tensor:

@@ -190,8 +190,6 @@ def is_number(option: Any) -> bool:
 def _by_custom_jvp(rule: Rule, options: dict[str, Any]) -> Callable[..., Any]:
     """The form whose tangent is the linear transpose of ``bwd``."""
 
-    # JAX remembers what it has traced of a function: so one for all layers of the same types.
-    @functools.lru_cache(maxsize=256)
     def pushing(wrt: Mask, shapes: tuple[tuple[str, Any], ...], types: Any) -> Callable[..., Any]:
         # (With prevent_cse, XLA could not fuse a layer's backward with that of the next one.)
         @functools.partial(jax.checkpoint, prevent_cse=False)
@@ -204,6 +202,10 @@ def _by_custom_jvp(rule: Rule, options: dict[str, Any]) -> Callable[..., Any]:
             return jax.linear_transpose(pull, types)(tangents)[0]
 
         return push
+
+    # JAX remembers what it has traced of a function: so there is one for all layers of the same
+    # types. (But for those on a mesh, as some of its operations remember the devices, too.)
+    remembered = functools.lru_cache(maxsize=256)(pushing)
 
     @jax.custom_jvp
     def function(arrays: dict[str, Any], *args: Any) -> Any:
@@ -230,7 +232,8 @@ def _by_custom_jvp(rule: Rule, options: dict[str, Any]) -> Callable[..., Any]:
         fwd = rule.fwd if rule.row.extras else lambda *_, **__: (function(arrays, *args), {})
         y, residuals, shapes = _forward(rule, fwd, wrt, args, arrays, options)
         saved = {name: residuals[name] for name in rule.row.saves(wrt)}
-        push = pushing(wrt, tuple(shapes.items()), jax.tree.map(jax.typeof, y))
+        make = remembered if jax.sharding.get_abstract_mesh().empty else pushing
+        push = make(wrt, tuple(shapes.items()), jax.tree.map(jax.typeof, y))
         return y, push(saved, wanted)
 
     function.defjvp(jvp, symbolic_zeros=True)

@@ -1025,3 +1025,34 @@ def test_many_parts_of_a_long_axis() -> None:
     grads = pooling._adaptive_bwd(1, ones, frozenset({"x"}), saved, shapes, output_size=count)
     starts = np.arange(count, dtype=np.int64) * size // count
     np.testing.assert_array_equal(grads["x"][:, 0], np.bincount(starts, minlength=size))
+
+
+def test_the_gradient_of_a_scale_over_many_rows() -> None:
+    """The mean was taken off in the end: of two large sums, their difference."""
+    random = np.random.default_rng(0)
+    x, g = (random.random((1 << 15, 4)) + 0.1 for _ in range(2))
+    scale = np.ones(4)
+    normalized = (x - x.mean(1, keepdims=True)) / np.sqrt(x.var(1, keepdims=True) + 1e-6)
+    args = [jnp.asarray(array, jnp.float32) for array in (x, scale, scale)]
+    exact = (g * normalized).sum(0)
+    found = jax.vjp(F.layer_norm, *args)[1](jnp.asarray(g, jnp.float32))[1]
+    assert np.linalg.norm(found - exact) < 2e-5 * np.linalg.norm(exact)
+
+
+def test_selu_of_16_bits_from_its_output() -> None:
+    """Near its limit the output has too few digits."""
+    x = jnp.array([-12.0, -10.0], jnp.bfloat16)
+    (gradient,) = jax.vjp(F.selu_from_output, x)[1](jnp.ones_like(x))
+    np.testing.assert_array_equal(gradient, jax.vjp(jax.nn.selu, x)[1](jnp.ones_like(x))[0])
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
+def test_one_mesh_after_another(kind: AxisType) -> None:
+    """What was traced on the first, JAX would run on its devices."""
+    gradients = []
+    for devices in (jax.devices()[:2], jax.devices()[2:4]):
+        mesh = jax.sharding.Mesh(devices, ("a",), axis_types=(kind,))
+        with jax.set_mesh(mesh):
+            x = jax.device_put(jnp.ones((4, 32)), NamedSharding(mesh, PartitionSpec("a")))
+            gradients.append(np.asarray(jax.grad(lambda x: (F.relu(x) ** 2).sum())(x)))
+    np.testing.assert_array_equal(*gradients)

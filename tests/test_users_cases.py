@@ -704,3 +704,21 @@ def test_the_mean_of_many_losses(shape: tuple[int, ...], weight: Tensor | None) 
         x = torch.zeros(shape, requires_grad=True)
         results += torch.autograd.grad(functional.cross_entropy(x, target, weight), x)
     same(*results, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("size", [1e30, 1e-30])
+def test_large_and_small_weights_of_a_norm_from_its_output(size: float) -> None:
+    """Sums over rows were of what is not normalized yet: infinite, or zero."""
+    torch.manual_seed(0)
+    x, g = torch.randn(64, 8), torch.randn(64, 8) * size**0.5
+    results = []
+    for dtype in (torch.float32, torch.float64):
+        layer = memsave.nn.LayerNormFromOutput(8, dtype=dtype)
+        torch.manual_seed(1)
+        for parameter in layer.parameters():
+            parameter.data = (torch.rand(8) + 0.5).to(dtype) * size
+        results.append(torch.autograd.grad(layer(x.to(dtype)), [*layer.parameters()], g.to(dtype)))
+    for found, exact in zip(*results, strict=True):
+        torch.testing.assert_close(
+            found.double() / exact, torch.ones(8).double(), rtol=1e-4, atol=0
+        )

@@ -15,14 +15,12 @@ from ..kernels.memory import FORMATS
 from ..kernels.reference import Like
 
 Ints = int | Sequence[int]
-
-
 _SEQUENCES = (tuple, list)
 
 
 def per_axis(value: Ints, dims: int) -> list[int]:
     """One value per spatial axis; torch accepts an int or a sequence of one for all."""
-    values = list(value) if isinstance(value, _SEQUENCES) else [value]
+    values: list[Any] = list(value) if isinstance(value, _SEQUENCES) else [value]
     return values * dims if len(values) == 1 else values
 
 

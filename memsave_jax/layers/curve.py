@@ -209,8 +209,10 @@ def selu(x: Array) -> Array:
 
 
 def selu_from_output(x: Array) -> Array:
-    """As :func:`jax.nn.selu`. Keeps its output."""
-    return _selu_from_output(x)
+    """As :func:`jax.nn.selu`. Keeps its output; its input where the dtype is of less than 32 bits,
+    as near its limit the output has too few digits.
+    """
+    return _selu(x) if jnp.asarray(x).dtype.itemsize < 4 else _selu_from_output(x)
 
 
 def softplus(x: Array) -> Array:

@@ -27,8 +27,7 @@ PUT_ASIDE(double)
         if (dweight) dweight += thread * n;                                             \
         if (dbias) dbias += thread * n;                                                 \
         double *totals = norm->totals ? norm->totals + 2 * thread * n : NULL;           \
-        /* Of parameters alone, the inverse is a factor of the whole sum. */            \
-        const int at_last = dweight && dbias && bias && inverse && !norm->dx;           \
+        const int are_alone = dweight && dbias && bias && inverse && !norm->dx;         \
         for (size row = start; row < end; row++) {                                      \
             if (totals && (row - start) % ROWS_OF_SUM == 0) {                           \
                 put_aside_##T(dweight, totals, n, 0);                                   \
@@ -37,23 +36,26 @@ PUT_ASIDE(double)
             const STORED *g = (const STORED *)norm->g + row * n;                        \
             const STORED *kept = (const STORED *)norm->kept + row * n;                  \
             const T center = mean ? mean[row] : 0, scale = rstd ? rstd[row] : 1;        \
-            T normalized[BLOCK_OF_ROW], along = 0, total = 0;                           \
-            if (at_last) EACH for (size k = 0; k < n; k++) {                            \
+            T normalized[BLOCK_OF_ROW];                                                 \
+            double along = 0, total = 0;                                                \
+            if (are_alone) EACH for (size k = 0; k < n; k++) {                          \
                 const T in = LOAD(g[k]);                                                \
-                dweight[k] += in * (LOAD(kept[k]) - bias[k]);                           \
+                dweight[k] += in * ((LOAD(kept[k]) - bias[k]) * inverse[k]);            \
                 dbias[k] += in;                                                         \
             } else for (size first = 0; first < n; first += BLOCK_OF_ROW) {             \
                 const size count = n - first < BLOCK_OF_ROW ? n - first : BLOCK_OF_ROW; \
+                T with_x = 0, alone = 0;                                                \
                 NORMALIZE(T, LOAD)                                                      \
                 if (dweight && dbias && norm->dx) {                                     \
-                    SUMMED(along, total) for (size k = 0; k < count; k++) {             \
+                    SUMMED(with_x, alone) for (size k = 0; k < count; k++) {            \
                         const T in = LOAD(g[first + k]), both = in * normalized[k];     \
                         const T factor = weight ? weight[first + k] + shift : 1;        \
                         dweight[first + k] += both;                                     \
                         dbias[first + k] += in;                                         \
-                        along += both * factor;                                         \
-                        total += in * factor;                                           \
+                        with_x += both * factor;                                        \
+                        alone += in * factor;                                           \
                     }                                                                   \
+                    along += with_x, total += alone;                                    \
                     continue;                                                           \
                 }                                                                       \
                 if (dweight && dbias) EACH for (size k = 0; k < count; k++) {           \
@@ -65,24 +67,24 @@ PUT_ASIDE(double)
                 else if (dbias) EACH for (size k = 0; k < count; k++)                   \
                     dbias[first + k] += LOAD(g[first + k]);                             \
                 if (!norm->dx) continue;                                                \
-                SUMMED(along, total) for (size k = 0; k < count; k++) {                 \
+                SUMMED(with_x, alone) for (size k = 0; k < count; k++) {                \
                     const T in = LOAD(g[first + k]);                                    \
                     const T gw = weight ? in * (weight[first + k] + shift) : in;        \
-                    along += gw * normalized[k];                                        \
-                    total += gw;                                                        \
+                    with_x += gw * normalized[k];                                       \
+                    alone += gw;                                                        \
                 }                                                                       \
+                along += with_x, total += alone;                                        \
             }                                                                           \
             if (!norm->dx) continue;                                                    \
             STORED *dx = (STORED *)norm->dx + row * n;                                  \
-            along /= n;                                                                 \
-            total = norm->centered ? total / n : 0;                                     \
+            const T slope = (T)(along / n), shared = norm->centered ? (T)(total / n) : 0;\
             for (size first = 0; first < n; first += BLOCK_OF_ROW) {                    \
                 const size count = n - first < BLOCK_OF_ROW ? n - first : BLOCK_OF_ROW; \
                 if (n > BLOCK_OF_ROW) NORMALIZE(T, LOAD)                                \
                 EACH for (size k = 0; k < count; k++) {                                 \
                     const T in = LOAD(g[first + k]);                                    \
                     const T gw = weight ? in * (weight[first + k] + shift) : in;        \
-                    dx[first + k] = STORE((gw - normalized[k] * along - total) * scale); \
+                    dx[first + k] = STORE((gw - normalized[k] * slope - shared) * scale); \
                 }                                                                       \
             }                                                                           \
         }                                                                               \
@@ -90,7 +92,6 @@ PUT_ASIDE(double)
             put_aside_##T(dweight, totals, n, 1);                                       \
             put_aside_##T(dbias, totals + n, n, 1);                                     \
         }                                                                               \
-        if (at_last) EACH for (size k = 0; k < n; k++) dweight[k] *= inverse[k];        \
     }
 #define NORMALIZE(T, LOAD)                                                              \
     {                                                                                   \
