@@ -291,8 +291,7 @@ def _functions_of(module: nn.Module) -> list[str]:
     for base in type(module).__mro__:
         if not base.__module__.startswith(("flax.", "memsave_jax.")):
             methods = (inspect.unwrap(m) for m in vars(base).values() if callable(m))
-            for method in methods:
-                if isinstance(method, FunctionType):
-                    used += named(method, FUNCTIONS.values())
+            functions = [method for method in methods if isinstance(method, FunctionType)]
+            used += [v for function in functions for v in named(function, FUNCTIONS.values())]
     used = [getattr(value, "func", value) for value in used]  # of a functools.partial
     return [name for name, stock in FUNCTIONS.items() if any(value is stock for value in used)]

@@ -620,20 +620,17 @@ def test_another_librarys_probability(cls: str, p: object) -> None:
 
 def test_a_list_that_is_changed_before_backward() -> None:
     """It was read again there."""
-    x, weight = torch.randn(2, 3, 8, 8), torch.randn(4, 3, 3, 3)
-    results = []
-    for functional in (F, memsave.functional):
-        padding = [1, 2]
-        leaves = [x.clone().requires_grad_(), weight.clone().requires_grad_(False)]
-        y = functional.conv2d(*leaves, padding=padding)
-        padding[:] = [0, 0]
-        results.append(torch.autograd.grad(y.sum(), leaves[0]))
-        leaves[1].requires_grad_()
-        padding[:] = [1, 2]
-        y = functional.conv2d(leaves[0].detach(), leaves[1], padding=padding)
-        padding[:] = [0, 0]
-        results[-1] += torch.autograd.grad(y.sum(), leaves[1])
-    same(*results)
+    arrays = [torch.randn(2, 3, 8, 8), torch.randn(4, 3, 3, 3)]
+    for wanted in arrays:  # alone: with both, stock keeps as much
+        wanted.requires_grad_()
+        results = []
+        for functional in (F, memsave.functional):
+            padding = [1, 2]
+            y = functional.conv2d(*arrays, padding=padding)
+            padding[:] = [0, 0]
+            results.append(torch.autograd.grad(y.sum(), wanted))
+        wanted.requires_grad_(False)
+        same(*results)
 
 
 def test_dilation_as_a_number_with_padding_to_the_same_size() -> None:

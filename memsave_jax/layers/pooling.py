@@ -345,8 +345,7 @@ def max_pool(
     """As :func:`flax.linen.max_pool` (and ``nnx.max_pool``).
 
     Keeps one byte per output element (two where a window has over 256 places, four where over
-    32768), not the input.
-    Over other than one to three axes it is stock.
+    32768), not the input. Over other than one to three axes it is stock.
 
     Args:
         inputs: ``(*n, spatial axes, channels)``.

@@ -8,11 +8,13 @@
 /* Sums over many rows lose digits: from time to time they are put aside, and in the end they are the totals. */
 enum { ROWS_OF_SUM = 64 };
 #define PUT_ASIDE(T)                                                                    \
-    static inline void put_aside_##T(T *sums, double *totals, size n, int is_end) {     \
-        for (size k = 0; sums && k < n; k++) {                                          \
-            totals[k] += sums[k];                                                       \
-            sums[k] = is_end ? (T)totals[k] : 0;                                        \
-        }                                                                               \
+    static inline void put_aside_##T(T *dweight, T *dbias, double *totals, size n, int is_end) { \
+        T *const both[] = {dweight, dbias};                                             \
+        for (int which = 0; totals && which < 2; which++, totals += n)                  \
+            for (size k = 0; both[which] && k < n; k++) {                               \
+                totals[k] += both[which][k];                                            \
+                both[which][k] = is_end ? (T)totals[k] : 0;                             \
+            }                                                                           \
     }
 PUT_ASIDE(float)
 PUT_ASIDE(double)
@@ -27,12 +29,10 @@ PUT_ASIDE(double)
         if (dweight) dweight += thread * n;                                             \
         if (dbias) dbias += thread * n;                                                 \
         double *totals = norm->totals ? norm->totals + 2 * thread * n : NULL;           \
+        /* Of parameters alone, in one pass, which is quicker. */                        \
         const int are_alone = dweight && dbias && bias && inverse && !norm->dx;         \
         for (size row = start; row < end; row++) {                                      \
-            if (totals && (row - start) % ROWS_OF_SUM == 0) {                           \
-                put_aside_##T(dweight, totals, n, 0);                                   \
-                put_aside_##T(dbias, totals + n, n, 0);                                 \
-            }                                                                           \
+            if ((row - start) % ROWS_OF_SUM == 0) put_aside_##T(dweight, dbias, totals, n, 0); \
             const STORED *g = (const STORED *)norm->g + row * n;                        \
             const STORED *kept = (const STORED *)norm->kept + row * n;                  \
             const T center = mean ? mean[row] : 0, scale = rstd ? rstd[row] : 1;        \
@@ -77,7 +77,7 @@ PUT_ASIDE(double)
             }                                                                           \
             if (!norm->dx) continue;                                                    \
             STORED *dx = (STORED *)norm->dx + row * n;                                  \
-            const T slope = (T)(along / n), shared = norm->centered ? (T)(total / n) : 0;\
+            const T slope = (T)(along / n), shared = norm->centered ? (T)(total / n) : 0; \
             for (size first = 0; first < n; first += BLOCK_OF_ROW) {                    \
                 const size count = n - first < BLOCK_OF_ROW ? n - first : BLOCK_OF_ROW; \
                 if (n > BLOCK_OF_ROW) NORMALIZE(T, LOAD)                                \
@@ -88,10 +88,7 @@ PUT_ASIDE(double)
                 }                                                                       \
             }                                                                           \
         }                                                                               \
-        if (totals) {                                                                   \
-            put_aside_##T(dweight, totals, n, 1);                                       \
-            put_aside_##T(dbias, totals + n, n, 1);                                     \
-        }                                                                               \
+        put_aside_##T(dweight, dbias, totals, n, 1);                                    \
     }
 #define NORMALIZE(T, LOAD)                                                              \
     {                                                                                   \
@@ -123,10 +120,7 @@ NORM(norm_bfloat16, float, uint16_t, of_bfloat16, to_bfloat16) /* parameters and
         if (dbias) dbias += thread * all;                                               \
         double *totals = norm->totals ? norm->totals + 2 * thread * all : NULL;         \
         for (size row = start; row < end; row++) {                                      \
-            if (totals && (row - start) % period == 0) {                                \
-                put_aside_##T(dweight, totals, all, 0);                                 \
-                put_aside_##T(dbias, totals + all, all, 0);                             \
-            }                                                                           \
+            if ((row - start) % period == 0) put_aside_##T(dweight, dbias, totals, all, 0); \
             const T *g = (const T *)norm->g + row * n, *kept = (const T *)norm->kept + row * n; \
             T *dx = norm->dx ? (T *)norm->dx + row * n : NULL, along = 0, total = 0;    \
             const size first = row % norm->groups * channels;                           \
@@ -149,10 +143,7 @@ NORM(norm_bfloat16, float, uint16_t, of_bfloat16, to_bfloat16) /* parameters and
                     dx[k] = (g[k] * factor - (kept[k] - center) * scale * along - total) * rstd[row]; \
             }                                                                           \
         }                                                                               \
-        if (totals) {                                                                   \
-            put_aside_##T(dweight, totals, all, 1);                                     \
-            put_aside_##T(dbias, totals + all, all, 1);                                 \
-        }                                                                               \
+        put_aside_##T(dweight, dbias, totals, all, 1);                                  \
     }
 #define NORMALIZED(T)                                                                   \
     const T factor = weight ? weight[first + c] : 1;                                    \
