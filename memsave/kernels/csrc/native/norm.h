@@ -29,80 +29,70 @@ PUT_ASIDE(double)
         if (dweight) dweight += thread * n;                                             \
         if (dbias) dbias += thread * n;                                                 \
         double *totals = norm->totals ? norm->totals + 2 * thread * n : NULL;           \
-        /* Of parameters alone, in one pass, which is quicker. */                        \
-        const int are_alone = dweight && dbias && bias && inverse && !norm->dx;         \
         for (size row = start; row < end; row++) {                                      \
             if ((row - start) % ROWS_OF_SUM == 0) put_aside_##T(dweight, dbias, totals, n, 0); \
             const STORED *g = (const STORED *)norm->g + row * n;                        \
             const STORED *kept = (const STORED *)norm->kept + row * n;                  \
+            STORED *dx = norm->dx ? (STORED *)norm->dx + row * n : NULL;                \
             const T center = mean ? mean[row] : 0, scale = rstd ? rstd[row] : 1;        \
             T normalized[BLOCK_OF_ROW];                                                 \
             double along = 0, total = 0;                                                \
-            if (are_alone) EACH for (size k = 0; k < n; k++) {                          \
-                const T in = LOAD(g[k]);                                                \
-                dweight[k] += in * ((LOAD(kept[k]) - bias[k]) * inverse[k]);            \
-                dbias[k] += in;                                                         \
-            } else for (size first = 0; first < n; first += BLOCK_OF_ROW) {             \
+            for (size first = 0; first < n; first += BLOCK_OF_ROW) {                    \
                 const size count = n - first < BLOCK_OF_ROW ? n - first : BLOCK_OF_ROW; \
                 T with_x = 0, alone = 0;                                                \
-                NORMALIZE(T, LOAD)                                                      \
-                if (dweight && dbias && norm->dx) {                                     \
-                    SUMMED(with_x, alone) for (size k = 0; k < count; k++) {            \
-                        const T in = LOAD(g[first + k]), both = in * normalized[k];     \
-                        const T factor = weight ? weight[first + k] + shift : 1;        \
-                        dweight[first + k] += both;                                     \
-                        dbias[first + k] += in;                                         \
-                        with_x += both * factor;                                        \
-                        alone += in * factor;                                           \
-                    }                                                                   \
-                    along += with_x, total += alone;                                    \
-                    continue;                                                           \
-                }                                                                       \
-                if (dweight && dbias) EACH for (size k = 0; k < count; k++) {           \
-                    const T in = LOAD(g[first + k]);                                    \
-                    dweight[first + k] += in * normalized[k];                           \
-                    dbias[first + k] += in;                                             \
-                } else if (dweight) EACH for (size k = 0; k < count; k++)               \
-                    dweight[first + k] += LOAD(g[first + k]) * normalized[k];           \
-                else if (dbias) EACH for (size k = 0; k < count; k++)                   \
-                    dbias[first + k] += LOAD(g[first + k]);                             \
-                if (!norm->dx) continue;                                                \
-                SUMMED(with_x, alone) for (size k = 0; k < count; k++) {                \
-                    const T in = LOAD(g[first + k]);                                    \
-                    const T gw = weight ? in * (weight[first + k] + shift) : in;        \
-                    with_x += gw * normalized[k];                                       \
-                    alone += gw;                                                        \
-                }                                                                       \
+                OF_NORMALIZED(SUMS, T, LOAD, STORE)                                     \
                 along += with_x, total += alone;                                        \
             }                                                                           \
-            if (!norm->dx) continue;                                                    \
-            STORED *dx = (STORED *)norm->dx + row * n;                                  \
+            if (!dx) continue;                                                          \
             const T slope = (T)(along / n), shared = norm->centered ? (T)(total / n) : 0; \
             for (size first = 0; first < n; first += BLOCK_OF_ROW) {                    \
                 const size count = n - first < BLOCK_OF_ROW ? n - first : BLOCK_OF_ROW; \
-                if (n > BLOCK_OF_ROW) NORMALIZE(T, LOAD)                                \
-                EACH for (size k = 0; k < count; k++) {                                 \
-                    const T in = LOAD(g[first + k]);                                    \
-                    const T gw = weight ? in * (weight[first + k] + shift) : in;        \
-                    dx[first + k] = STORE((gw - normalized[k] * slope - shared) * scale); \
-                }                                                                       \
+                if (n > BLOCK_OF_ROW) OF_NORMALIZED(GRADIENT, T, LOAD, STORE)           \
+                else GRADIENT(normalized[k], T, LOAD, STORE)                            \
             }                                                                           \
         }                                                                               \
         put_aside_##T(dweight, dbias, totals, n, 1);                                    \
     }
-#define NORMALIZE(T, LOAD)                                                              \
+/* What becomes of the normalized elements of a block, in one pass with what they are of. */
+#define OF_NORMALIZED(DO, T, LOAD, STORE)                                               \
+    if (!norm->from_y)                                                                  \
+        DO((LOAD(kept[first + k]) - center) * scale, T, LOAD, STORE)                    \
+    else if (bias && inverse)                                                           \
+        DO((LOAD(kept[first + k]) - bias[first + k]) * inverse[first + k], T, LOAD, STORE)\
+    else                                                                                \
+        DO((LOAD(kept[first + k]) - (bias ? bias[first + k] : 0)) *                     \
+           (inverse ? inverse[first + k] : 1), T, LOAD, STORE)
+#define SUMS(NORMALIZED, T, LOAD, STORE)                                                \
     {                                                                                   \
-        if (!norm->from_y)                                                              \
-            EACH for (size k = 0; k < count; k++)                                       \
-                normalized[k] = (LOAD(kept[first + k]) - center) * scale;               \
-        else if (bias && inverse)                                                       \
-            EACH for (size k = 0; k < count; k++)                                       \
-                normalized[k] = (LOAD(kept[first + k]) - bias[first + k]) * inverse[first + k]; \
-        else                                                                            \
-            EACH for (size k = 0; k < count; k++) {                                     \
-                const T shifted = LOAD(kept[first + k]) - (bias ? bias[first + k] : 0); \
-                normalized[k] = shifted * (inverse ? inverse[first + k] : 1);           \
+        if (dweight && dbias && dx) SUMMED(with_x, alone) for (size k = 0; k < count; k++) { \
+            const T in = LOAD(g[first + k]), both = in * (normalized[k] = NORMALIZED);  \
+            const T factor = weight ? weight[first + k] + shift : 1;                    \
+            dweight[first + k] += both;                                                 \
+            dbias[first + k] += in;                                                     \
+            with_x += both * factor;                                                    \
+            alone += in * factor;                                                       \
+        } else {                                                                        \
+            if (dweight && dbias) EACH for (size k = 0; k < count; k++) {               \
+                const T in = LOAD(g[first + k]);                                        \
+                dweight[first + k] += in * (NORMALIZED);                                \
+                dbias[first + k] += in;                                                 \
+            } else if (dweight) EACH for (size k = 0; k < count; k++)                   \
+                dweight[first + k] += LOAD(g[first + k]) * (NORMALIZED);                \
+            else if (dbias) EACH for (size k = 0; k < count; k++)                       \
+                dbias[first + k] += LOAD(g[first + k]);                                 \
+            if (dx) SUMMED(with_x, alone) for (size k = 0; k < count; k++) {            \
+                const T in = LOAD(g[first + k]);                                        \
+                const T gw = weight ? in * (weight[first + k] + shift) : in;            \
+                with_x += gw * (normalized[k] = NORMALIZED);                            \
+                alone += gw;                                                            \
             }                                                                           \
+        }                                                                               \
+    }
+#define GRADIENT(NORMALIZED, T, LOAD, STORE)                                            \
+    EACH for (size k = 0; k < count; k++) {                                             \
+        const T in = LOAD(g[first + k]);                                                \
+        const T gw = weight ? in * (weight[first + k] + shift) : in;                    \
+        dx[first + k] = STORE((gw - (NORMALIZED) * slope - shared) * scale);            \
     }
 enum { BLOCK_OF_ROW = 2048 };
 NORM(norm_float, float, float, , )
