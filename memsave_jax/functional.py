@@ -1,4 +1,9 @@
-"""The layers as functions, signed like those of :mod:`jax.nn` and the layers of Flax."""
+"""The layers as functions, signed like those of :mod:`jax.nn` and the layers of Flax.
+
+Shapes, dtypes, results and errors are those of what each of them names: activations and curves take
+any shape and real floating dtype, and return the same. A function ``*_from_output`` takes what that
+without the ending does.
+"""
 
 from .layers.activation import (
     hard_shrink,

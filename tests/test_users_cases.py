@@ -7,6 +7,7 @@ kept one by one so that a name says which one is back.
 
 import copy
 import math
+from typing import Any
 
 import helpers
 import numpy as np
@@ -689,6 +690,40 @@ def test_the_gradient_of_parameters_over_many_rows(cls: str, dtype: torch.dtype)
     loose = 1e-6 if dtype is torch.float32 else 1e-2
     for found, exact in zip(grads[dtype], grads[torch.float64], strict=True):
         torch.testing.assert_close(found, exact, rtol=loose, atol=loose * ROWS**0.5)
+
+
+@pytest.mark.parametrize(
+    ("cls", "options"),
+    [
+        *(("RMSNormFromOutput", {"elementwise_affine": affine}) for affine in (True, False)),
+        ("RMSNorm", {"elementwise_affine": False}),
+        ("LayerNormFromOutput", {"bias": False}),
+        ("LayerNormFromOutput", {"elementwise_affine": False}),
+    ],
+)
+def test_the_gradient_of_an_input_where_parameters_are_missing(cls: str, options: Any) -> None:
+    """Its sums along a row were of one element after the other: with fewer digits than stock's, and slow."""
+    generator = torch.Generator().manual_seed(0)
+    x, g = (torch.randn(64, 2048, generator=generator) + 1 for _ in range(2))
+
+    def gradient(library: Any, name: str, dtype: torch.dtype) -> Tensor:
+        layer = getattr(library, name)(2048, eps=1e-5, **options).to(dtype).requires_grad_(False)
+        inputs = x.to(dtype).requires_grad_()
+        return torch.autograd.grad(layer(inputs), inputs, g.to(dtype))[0].double()
+
+    stock = cls.removesuffix("FromOutput")
+    exact = gradient(nn, stock, torch.float64)
+    off = (gradient(nn, stock, torch.float32) - exact).norm()
+    assert (gradient(memsave.nn, cls, torch.float32) - exact).norm() < 1.5 * off
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_softplus_in_16_bits_where_its_output_is_small(dtype: torch.dtype) -> None:
+    """In float16 it has few digits, or none."""
+    x = torch.tensor([-18.0, -16.0, -15.0, 1.0], dtype=dtype, requires_grad=True)
+    layers = (nn.Softplus(), memsave.nn.SoftplusFromOutput())
+    found = [torch.autograd.grad(layer(x), x, torch.full_like(x, 4096))[0] for layer in layers]
+    same(*found, rtol=2 * torch.finfo(dtype).eps, atol=0)
 
 
 @pytest.mark.parametrize("weight", [None, torch.tensor([0.1, 0.1])], ids=["alike", "weighted"])

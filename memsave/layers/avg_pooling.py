@@ -175,7 +175,11 @@ def avg_pool1d(
     ceil_mode: bool = False,
     count_include_pad: bool = True,
 ) -> Tensor:
-    """As :func:`torch.nn.functional.avg_pool1d`. Keeps nothing."""
+    """As :func:`torch.nn.functional.avg_pool1d`. Keeps nothing.
+
+    Args:
+        input: ``(n, c, l)``, or without ``n``.
+    """
     return _avg_pool1d(
         input,
         kernel_size=kernel_size,

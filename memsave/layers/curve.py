@@ -223,16 +223,18 @@ class SELUFromOutput(nn.SELU):
 
 
 #: Thresholds of softplus from which on the output tells the branch: exp(-threshold) is below eps.
+#: (Of float16 none: what is small has too few digits.)
 _LEAST = {
     dtype: -math.log(torch.finfo(dtype).eps)
-    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+    for dtype in (torch.float64, torch.float32, torch.bfloat16)
 }
 
 
 @drop_in(spec.SOFTPLUS_FROM_OUTPUT)
 class SoftplusFromOutput(nn.Softplus):
     """As :class:`torch.nn.Softplus`. Keeps its output; its input where the output does not tell
-    which of the two branches it is from, to rounding: ``exp(-threshold) > eps``.
+    which of the two branches it is from, to rounding: ``exp(-threshold) > eps``; or the dtype is
+    float16.
     """
 
     def forward(self, input: Tensor) -> Tensor:

@@ -49,7 +49,12 @@ _pad = define(
 def pad(
     input: Tensor, pad: Sequence[int], mode: str = "constant", value: float | None = None
 ) -> Tensor:
-    """As :func:`torch.nn.functional.pad`. Keeps nothing."""
+    """As :func:`torch.nn.functional.pad`. Keeps nothing.
+
+    Args:
+        input: ``(n, c, *s)``, or without ``n``, for the modes that are not ``"constant"``.
+        pad: Of each axis of ``s``, the last one first, how many places before and after.
+    """
     if mode not in ("reflect", "replicate"):
         return F.pad(input, pad, mode, value)  # type: ignore[arg-type]
     return _pad(input, pad=pad, mode=mode)

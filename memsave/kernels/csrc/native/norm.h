@@ -23,77 +23,78 @@ PUT_ASIDE(double)
     WIDE_LOOP void NAME(const void *work, size start, size end, size thread) {          \
         const Norm *norm = work;                                                        \
         const size n = norm->features;                                                  \
-        const T *weight = norm->weight, *bias = norm->bias, *mean = norm->mean;         \
-        const T *inverse = norm->inverse, *rstd = norm->rstd, shift = (T)norm->shift;   \
+        const T *mean = norm->mean, *rstd = norm->rstd, shift = norm->weight ? (T)norm->shift : 0; \
         T *dweight = norm->dweight, *dbias = norm->dbias;                               \
         if (dweight) dweight += thread * n;                                             \
         if (dbias) dbias += thread * n;                                                 \
         double *totals = norm->totals ? norm->totals + 2 * thread * n : NULL;           \
+        T normalized[BLOCK_OF_ROW], ones[BLOCK_OF_ROW], zeros[BLOCK_OF_ROW];            \
+        /* (Of parameters that are missing. A loop that asks whether they are is not one of vectors.) */ \
+        EACH for (size k = 0; k < at_most(n, BLOCK_OF_ROW); k++) ones[k] = 1, zeros[k] = 0; \
         for (size row = start; row < end; row++) {                                      \
             if ((row - start) % ROWS_OF_SUM == 0) put_aside_##T(dweight, dbias, totals, n, 0); \
-            const STORED *g = (const STORED *)norm->g + row * n;                        \
-            const STORED *kept = (const STORED *)norm->kept + row * n;                  \
-            STORED *dx = norm->dx ? (STORED *)norm->dx + row * n : NULL;                \
             const T center = mean ? mean[row] : 0, scale = rstd ? rstd[row] : 1;        \
-            T normalized[BLOCK_OF_ROW];                                                 \
             double along = 0, total = 0;                                                \
             for (size first = 0; first < n; first += BLOCK_OF_ROW) {                    \
-                const size count = n - first < BLOCK_OF_ROW ? n - first : BLOCK_OF_ROW; \
+                BLOCK(T, STORED)                                                        \
                 T with_x = 0, alone = 0;                                                \
-                OF_NORMALIZED(SUMS, T, LOAD, STORE)                                     \
+                if (norm->from_y) SUMS(FROM_Y(LOAD), T, LOAD)                           \
+                else SUMS(FROM_X(LOAD), T, LOAD)                                        \
                 along += with_x, total += alone;                                        \
             }                                                                           \
-            if (!dx) continue;                                                          \
+            if (!norm->dx) continue;                                                    \
             const T slope = (T)(along / n), shared = norm->centered ? (T)(total / n) : 0; \
             for (size first = 0; first < n; first += BLOCK_OF_ROW) {                    \
-                const size count = n - first < BLOCK_OF_ROW ? n - first : BLOCK_OF_ROW; \
-                if (n > BLOCK_OF_ROW) OF_NORMALIZED(GRADIENT, T, LOAD, STORE)           \
-                else GRADIENT(normalized[k], T, LOAD, STORE)                            \
+                BLOCK(T, STORED)                                                        \
+                STORED *dx = (STORED *)norm->dx + row * n + first;                      \
+                if (n <= BLOCK_OF_ROW) GRADIENT(normalized[k], LOAD, STORE)             \
+                else if (norm->from_y) GRADIENT(FROM_Y(LOAD), LOAD, STORE)              \
+                else GRADIENT(FROM_X(LOAD), LOAD, STORE)                                \
             }                                                                           \
         }                                                                               \
         put_aside_##T(dweight, dbias, totals, n, 1);                                    \
     }
-/* What becomes of the normalized elements of a block, in one pass with what they are of. */
-#define OF_NORMALIZED(DO, T, LOAD, STORE)                                               \
-    if (!norm->from_y)                                                                  \
-        DO((LOAD(kept[first + k]) - center) * scale, T, LOAD, STORE)                    \
-    else if (bias && inverse)                                                           \
-        DO((LOAD(kept[first + k]) - bias[first + k]) * inverse[first + k], T, LOAD, STORE)\
-    else                                                                                \
-        DO((LOAD(kept[first + k]) - (bias ? bias[first + k] : 0)) *                     \
-           (inverse ? inverse[first + k] : 1), T, LOAD, STORE)
-#define SUMS(NORMALIZED, T, LOAD, STORE)                                                \
+/* What there is of a row from an element on. */
+#define BLOCK(T, STORED)                                                                \
+    const size count = at_most(n - first, BLOCK_OF_ROW);                                \
+    const STORED *g = (const STORED *)norm->g + row * n + first;                        \
+    const STORED *kept = (const STORED *)norm->kept + row * n + first;                  \
+    const T *weight = norm->weight ? (const T *)norm->weight + first : ones;            \
+    const T *bias = norm->bias ? (const T *)norm->bias + first : zeros;                 \
+    const T *inverse = norm->inverse ? (const T *)norm->inverse + first : ones;         \
+    (void)bias, (void)inverse;
+/* What is normalized, and what becomes of it, in one pass. */
+#define FROM_X(LOAD) (LOAD(kept[k]) - center) * scale
+#define FROM_Y(LOAD) (LOAD(kept[k]) - bias[k]) * inverse[k]
+#define SUMS(NORMALIZED, T, LOAD)                                                       \
     {                                                                                   \
-        if (dweight && dbias && dx) SUMMED(with_x, alone) for (size k = 0; k < count; k++) { \
-            const T in = LOAD(g[first + k]), both = in * (normalized[k] = NORMALIZED);  \
-            const T factor = weight ? weight[first + k] + shift : 1;                    \
-            dweight[first + k] += both;                                                 \
-            dbias[first + k] += in;                                                     \
+        T *of_weight = dweight ? dweight + first : NULL, *of_bias = dbias ? dbias + first : NULL; \
+        if (dweight && dbias && norm->dx) SUMMED(with_x, alone) for (size k = 0; k < count; k++) { \
+            const T in = LOAD(g[k]), both = in * (normalized[k] = NORMALIZED);          \
+            const T factor = weight[k] + shift;                                         \
+            of_weight[k] += both;                                                       \
+            of_bias[k] += in;                                                           \
             with_x += both * factor;                                                    \
             alone += in * factor;                                                       \
         } else {                                                                        \
             if (dweight && dbias) EACH for (size k = 0; k < count; k++) {               \
-                const T in = LOAD(g[first + k]);                                        \
-                dweight[first + k] += in * (NORMALIZED);                                \
-                dbias[first + k] += in;                                                 \
+                const T in = LOAD(g[k]);                                                \
+                of_weight[k] += in * (NORMALIZED);                                      \
+                of_bias[k] += in;                                                       \
             } else if (dweight) EACH for (size k = 0; k < count; k++)                   \
-                dweight[first + k] += LOAD(g[first + k]) * (NORMALIZED);                \
+                of_weight[k] += LOAD(g[k]) * (NORMALIZED);                              \
             else if (dbias) EACH for (size k = 0; k < count; k++)                       \
-                dbias[first + k] += LOAD(g[first + k]);                                 \
-            if (dx) SUMMED(with_x, alone) for (size k = 0; k < count; k++) {            \
-                const T in = LOAD(g[first + k]);                                        \
-                const T gw = weight ? in * (weight[first + k] + shift) : in;            \
+                of_bias[k] += LOAD(g[k]);                                               \
+            if (norm->dx) SUMMED(with_x, alone) for (size k = 0; k < count; k++) {      \
+                const T gw = LOAD(g[k]) * (weight[k] + shift);                          \
                 with_x += gw * (normalized[k] = NORMALIZED);                            \
                 alone += gw;                                                            \
             }                                                                           \
         }                                                                               \
     }
-#define GRADIENT(NORMALIZED, T, LOAD, STORE)                                            \
-    EACH for (size k = 0; k < count; k++) {                                             \
-        const T in = LOAD(g[first + k]);                                                \
-        const T gw = weight ? in * (weight[first + k] + shift) : in;                    \
-        dx[first + k] = STORE((gw - (NORMALIZED) * slope - shared) * scale);            \
-    }
+#define GRADIENT(NORMALIZED, LOAD, STORE)                                               \
+    EACH for (size k = 0; k < count; k++)                                               \
+        dx[k] = STORE((LOAD(g[k]) * (weight[k] + shift) - (NORMALIZED) * slope - shared) * scale);
 enum { BLOCK_OF_ROW = 2048 };
 NORM(norm_float, float, float, , )
 NORM(norm_double, double, double, , )
