@@ -1,8 +1,8 @@
 """The layers as functions, named and signed like those of :mod:`torch.nn.functional`.
 
-Shapes, dtypes, results and errors are those of the function that each of them names: activations and
-curves take any shape and real floating dtype, and return the same. Where it cannot follow (see the
-README), a function runs stock's.
+Shapes, dtypes, results and errors are those of the function that each of them names: activations
+and curves take any shape and real floating dtype, and return the same. Where it cannot follow (see
+the README), a function runs stock's.
 """
 
 from .layers.activation import (

@@ -702,7 +702,7 @@ def test_the_gradient_of_parameters_over_many_rows(cls: str, dtype: torch.dtype)
     ],
 )
 def test_the_gradient_of_an_input_where_parameters_are_missing(cls: str, options: Any) -> None:
-    """Its sums along a row were of one element after the other: with fewer digits than stock's, and slow."""
+    """Sums along a row were of one element after the other: with fewer digits, and slow."""
     generator = torch.Generator().manual_seed(0)
     x, g = (torch.randn(64, 2048, generator=generator) + 1 for _ in range(2))
 
