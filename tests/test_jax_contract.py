@@ -867,6 +867,16 @@ def test_leaks_and_nans_are_looked_for(row: Layer, form: str) -> None:
 
 
 @every_form
+@pytest.mark.parametrize("window", [(2, 2), (9, 9)], ids=str)
+def test_infinite_padding_of_max_pooling_is_not_found(window: tuple[int, int], form: str) -> None:
+    """Eagerly it was seen by those who look for what is infinite."""
+    x = jnp.arange(256.0).reshape(1, 16, 16, 1)
+    with function.using(form), jax.debug_infs(True):
+        for padding in ("VALID", "SAME"):
+            jax.grad(lambda x, p=padding: F.max_pool(x, window, padding=p).sum())(x)
+
+
+@every_form
 def test_integers_and_complex_numbers_are_stock(form: str) -> None:
     with function.using(form):
         assert F.relu(jnp.arange(-2, 3)).tolist() == [0, 0, 0, 1, 2]

@@ -241,7 +241,8 @@ def batch_norm(
     axis_index_groups: Any = None,
     mask: Array | None = None,
 ) -> tuple[Array, Array | None, Array | None]:
-    """The layer of :class:`flax.nnx.BatchNorm`, as a function.
+    """The layer of :class:`flax.linen.BatchNorm`, as a function. (That of :mod:`flax.nnx` differs in
+    that its ``y`` has the dtype that the running statistics have, too, if that is wider.)
 
     With the running average it keeps ``x`` only for the gradient of ``scale``; with the statistics
     of the batch it keeps ``x`` and two vectors for the gradients of ``x`` and ``scale``; nothing
@@ -253,7 +254,7 @@ def batch_norm(
             used.
         scale, bias: ``(c,)`` or ``None``.
         use_running_average, axis, momentum, epsilon, dtype, use_fast_variance, axis_name,
-            axis_index_groups, mask: As in :class:`flax.nnx.BatchNorm`.
+            axis_index_groups, mask: As in :class:`flax.linen.BatchNorm`.
 
     Returns:
         ``y`` and the running statistics, updated where those of the batch are used.

@@ -118,6 +118,11 @@ def _fwd(dims: int, wrt: Mask, x: Array, **options: Any) -> tuple[Array, dict[st
     return y, {"offsets": offsets}
 
 
+#: Of what finds places: eagerly, too, ``jax.debug_infs`` is to see no infinite start or padding.
+_compiled = partial(jax.jit, static_argnums=(1, 2), inline=True)
+
+
+@_compiled
 def _offsets(x: Array, outputs: tuple[int, ...], window: Window) -> Array:
     """The offset of each maximum: of equal ones the first, instead of nan what follows it.
 
@@ -139,6 +144,7 @@ def _offsets(x: Array, outputs: tuple[int, ...], window: Window) -> Array:
     return offsets
 
 
+@_compiled
 def _offsets_of_many(x: Array, outputs: tuple[int, ...], window: Window) -> Array:
     """The same by JAX's own loop over a window, which also carries where a place is."""
     x = window.padded(x, outputs, -jnp.inf)
