@@ -241,8 +241,8 @@ def batch_norm(
     axis_index_groups: Any = None,
     mask: Array | None = None,
 ) -> tuple[Array, Array | None, Array | None]:
-    """The layer of :class:`flax.linen.BatchNorm`, as a function. (That of :mod:`flax.nnx` differs in
-    that its ``y`` has the dtype that the running statistics have, too, if that is wider.)
+    """The layer of :class:`flax.linen.BatchNorm`, as a function. (In :mod:`flax.nnx`, ``y`` has the
+    dtype of the running statistics if that is wider.)
 
     With the running average it keeps ``x`` only for the gradient of ``scale``; with the statistics
     of the batch it keeps ``x`` and two vectors for the gradients of ``x`` and ``scale``; nothing
