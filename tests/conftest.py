@@ -68,5 +68,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "filterwarnings", "ignore:Using padding='same' with even kernel lengths:UserWarning"
     )
+    # JAX, that it compiles anew what another process is writing to the cache just now.
+    config.addinivalue_line(
+        "filterwarnings", "ignore:Error reading persistent compilation cache entry:UserWarning"
+    )
     # And that rms_norm takes the slow path for a float32 weight and a half input.
     config.addinivalue_line("filterwarnings", "ignore:Mismatch dtype between input and:UserWarning")
