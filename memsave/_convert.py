@@ -165,7 +165,7 @@ def _entries(model: nn.Module) -> Iterator[Entry]:
             own = "forward" in _defined_between(type(module), stock)
             why = "with a forward of its own" if own else "which may mean more than its base"
             yield Entry(name, layer, "skipped", f"subclass of {stock.__name__} {why}")
-        elif not any(module.children()):
+        elif not _has_children(module):
             yield Entry(name, layer, "skipped", "not in the table")
 
 
@@ -237,10 +237,15 @@ def _candidates(module: nn.Module) -> list[Class]:
     """What a layer may become: the default, the stock class, and the others."""
     stock = _origin(module)
     default, *others = [cls for cls in offered(stock) if cls not in BY_POLICY]
-    if any(module.children()):  # what is kept then depends on theirs
+    if _has_children(module):  # what is kept then depends on theirs
         return [default]
     others = [cls for cls in others if getattr(cls, "fits", _always)(module)]
     return [default, *others, stock]
+
+
+def _has_children(module: nn.Module) -> bool:
+    """(Some children have no truth value: those of ``torch.compile``.)"""
+    return next(module.children(), None) is not None
 
 
 def _always(module: nn.Module) -> bool:

@@ -432,7 +432,8 @@ def run(
             if isinstance(module, DistributedDataParallel):  # There is no backward to wait for.
                 module.require_backward_grad_sync = module.require_forward_param_sync = False
         try:
-            with mode or nullcontext():
+            # (Of what is compiled, nobody could observe the layers.)
+            with mode or nullcontext(), torch.compiler.set_stance("force_eager"):
                 output = torch.func.functional_call(model, state, inputs, kwargs)
         except NEEDS_VALUES as error:
             raise NeedsValues(

@@ -256,6 +256,39 @@ def test_converting_what_is_compiled_already() -> None:
         assert kept(model, model, x) == before
 
 
+class ToCompile(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+def test_a_part_that_is_compiled_already() -> None:
+    """It has no truth value, and its own layers."""
+    model = nn.Sequential(torch.compile(ToCompile(), backend="eager"), nn.ReLU())
+    assert [entry.status for entry in memsave.coverage(model)] == ["convertible"] * 5
+    memsave.convert(model)
+    assert [entry.status for entry in memsave.coverage(model)] == ["converted"] * 5
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_dry_runs_of_what_is_compiled_already(fullgraph: bool) -> None:
+    """Of what the compiler runs, no layer tells what it keeps."""
+    x, found = torch.ones(2, 4), []
+    for is_compiled in (False, True):
+        model = ToCompile()
+        if is_compiled:
+            model.compile(backend="aot_eager", fullgraph=fullgraph)
+        memsave.convert(model, x)
+        reports = [memsave.report(model, x, fake=fake) for fake in (True, False)]
+        classes = [type(module).__name__ for module in model.modules()]
+        found.append((classes, [(r.stock, r.now, r.converted) for r in reports]))
+    assert found[0] == found[1]
+    model(x).sum().backward()  # compiled
+
+
 @pytest.mark.parametrize("first", ["convert", "compile"])
 def test_what_compiles_a_layer_is_called(first: str) -> None:
     """``Module.compile()`` of a drop-in, once it is converted or before."""
