@@ -66,11 +66,11 @@ PUT_ASIDE(double)
 /* What is normalized, and what becomes of it, in one pass. */
 #define FROM_X(LOAD) (LOAD(kept[k]) - center) * scale
 #define FROM_Y(LOAD) (LOAD(kept[k]) - bias[k]) * inverse[k]
-#define SUMS(NORMALIZED, T, LOAD)                                                       \
+#define SUMS(XHAT, T, LOAD)                                                             \
     {                                                                                   \
         T *of_weight = dweight ? dweight + first : NULL, *of_bias = dbias ? dbias + first : NULL; \
         if (dweight && dbias && norm->dx) SUMMED(with_x, alone) for (size k = 0; k < count; k++) { \
-            const T in = LOAD(g[k]), both = in * (normalized[k] = NORMALIZED);          \
+            const T in = LOAD(g[k]), both = in * (normalized[k] = XHAT);                \
             const T factor = weight[k] + shift;                                         \
             of_weight[k] += both;                                                       \
             of_bias[k] += in;                                                           \
@@ -79,22 +79,22 @@ PUT_ASIDE(double)
         } else {                                                                        \
             if (dweight && dbias) EACH for (size k = 0; k < count; k++) {               \
                 const T in = LOAD(g[k]);                                                \
-                of_weight[k] += in * (NORMALIZED);                                      \
+                of_weight[k] += in * (XHAT);                                            \
                 of_bias[k] += in;                                                       \
             } else if (dweight) EACH for (size k = 0; k < count; k++)                   \
-                of_weight[k] += LOAD(g[k]) * (NORMALIZED);                              \
+                of_weight[k] += LOAD(g[k]) * (XHAT);                                    \
             else if (dbias) EACH for (size k = 0; k < count; k++)                       \
                 of_bias[k] += LOAD(g[k]);                                               \
             if (norm->dx) SUMMED(with_x, alone) for (size k = 0; k < count; k++) {      \
                 const T gw = LOAD(g[k]) * (weight[k] + shift);                          \
-                with_x += gw * (normalized[k] = NORMALIZED);                            \
+                with_x += gw * (normalized[k] = XHAT);                                  \
                 alone += gw;                                                            \
             }                                                                           \
         }                                                                               \
     }
-#define GRADIENT(NORMALIZED, LOAD, STORE)                                               \
+#define GRADIENT(XHAT, LOAD, STORE)                                                     \
     EACH for (size k = 0; k < count; k++)                                               \
-        dx[k] = STORE((LOAD(g[k]) * (weight[k] + shift) - (NORMALIZED) * slope - shared) * scale);
+        dx[k] = STORE((LOAD(g[k]) * (weight[k] + shift) - (XHAT) * slope - shared) * scale);
 enum { BLOCK_OF_ROW = 2048 };
 NORM(norm_float, float, float, , )
 NORM(norm_double, double, double, , )
