@@ -17,7 +17,9 @@ from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrize
 
-from . import _choose, _trace, extensions, nn as _  # noqa: F401 - registers the drop-ins
+from . import _choose, extensions, nn as _  # noqa: F401 - registers the drop-ins
+from ._dry_run import dry_run
+from ._trace import Trace
 from .layers.module import BY_POLICY, DROP_INS, ROWS, STOCK, Class, has_own_forward, offered
 from .spec import Layer
 
@@ -111,7 +113,7 @@ def convert(
         plan = {m: _chosen(m, name, policy) for m, name in found.items() if _stock_class(m)}
     else:
         args, kwargs = _inputs(example_inputs)
-        plan = least(model, found, lambda: _trace.run(model, args, kwargs))
+        plan = least(model, found, lambda: dry_run(model, args, kwargs))
     place(plan)
     result = coverage(model)
     logger.info("%s", result)
@@ -212,9 +214,7 @@ def layers(model: nn.Module, filter_fn: Filter | None = None) -> dict[nn.Module,
     }
 
 
-def least(
-    model: nn.Module, layers: Mapping[nn.Module, str], run: Callable[[], _trace.Trace]
-) -> Plan:
+def least(model: nn.Module, layers: Mapping[nn.Module, str], run: Callable[[], Trace]) -> Plan:
     """The classes of the layers with which the model keeps least.
 
     Args:

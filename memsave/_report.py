@@ -14,9 +14,9 @@ from typing import Any
 
 from torch import nn
 
-from . import _trace
 from ._convert import Coverage, classes_restored, coverage, layers, least, place, revert
-from ._trace import KINDS, Trace, Trainable
+from ._dry_run import Trainable, dry_run
+from ._trace import KINDS, Trace
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ def report(
     Raises:
         RuntimeError: The model's forward depends on values, which fake tensors do not have.
     """
-    run = functools.partial(_trace.run, model, inputs, kwargs, trainable, fake)
+    run = functools.partial(dry_run, model, inputs, kwargs, trainable, fake)
     status = {entry.status for entry in coverage(model)}
     modules = dict(model.named_modules())
     now = run()

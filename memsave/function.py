@@ -31,25 +31,30 @@ from threading import get_ident
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, compiler, is_grad_enabled, nn, strided
+from torch import Tensor, compiler, is_grad_enabled, nn
 from torch._C import (
     _are_functorch_transforms_active,
-    _get_dispatch_mode,
     _is_any_autocast_enabled,
     _is_tracing,
     _len_torch_function_stack,
-    _TorchDispatchModeKey,
 )
-from torch._C._autograd import CreationMeta, _get_creation_meta
-from torch._C._functorch import is_functorch_wrapped_tensor, is_legacy_batchedtensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd import forward_ad
 from torch.autograd.function import Function
-from torch.compiler import is_compiling, is_dynamo_compiling
+from torch.compiler import is_dynamo_compiling
 from torch.overrides import _get_current_function_mode, _pop_mode_temporarily
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from ._context import (
+    AUTOCAST,
+    OF_TORCH,
+    Autocast,
+    amp_enabled,
+    autocast_args,
+    autocast_dtype,
+    has_other_meaning,
+    is_special,
+    is_writable,
+)
 from .kernels import are_arrays, nodes
 from .kernels.reference import Like
 from .spec import Layer, Residuals
@@ -60,7 +65,6 @@ Mask = frozenset[str]
 Saved = Mapping[str, Any]
 Shapes = Mapping[str, Like | None]
 Grads = dict[str, Tensor]
-Autocast = Callable[[str], torch.dtype | None]
 
 
 class Rule(NamedTuple):
@@ -217,10 +221,10 @@ def differentiable(rule: Rule) -> Callable[..., Any]:
         elif (
             autocast is not None
             and (compiling or _is_any_autocast_enabled())
-            and (dtype := _autocast_dtype(autocast, args)) is not None
+            and (dtype := autocast_dtype(autocast, args)) is not None
         ):
             device = args[0].device.type
-            cast = _autocast(args, dtype)
+            cast = autocast_args(args, dtype)
             with torch.autocast(device, enabled=False):
                 y = run(plan, options, *cast)
         else:
@@ -335,7 +339,7 @@ def _function(rule: Rule) -> type[Function]:
         device = given.device.type
         # The caller may run backward under autocast; gradients have the dtypes of forward. (To be
         # compiled, it is traced under that of the whole forward, which is not known here.)
-        if device in _AUTOCAST if compiling else _is_any_autocast_enabled() and amp_enabled(device):
+        if device in AUTOCAST if compiling else _is_any_autocast_enabled() and amp_enabled(device):
             with torch.autocast(device, enabled=False):
                 grads = bwd(g, plan.wrt, saved, shapes, **options)
         else:
@@ -410,7 +414,7 @@ def _untraceable(rule: Rule, args: tuple[Any, ...], options: Mapping[str, Any]) 
     if _are_functorch_transforms_active():
         return True
     for arg in args:
-        if isinstance(arg, Tensor) and (type(arg) not in _OF_TORCH or _is_special(arg)):
+        if isinstance(arg, Tensor) and (type(arg) not in OF_TORCH or is_special(arg)):
             return True
     inplace = rule.row.inplace and options.get("inplace")
     # (is_exporting() is always true to the compiler of torch 2.11.)
@@ -421,47 +425,18 @@ def _unservable(rule: Rule, args: tuple[Any, ...], options: Mapping[str, Any]) -
     """Whether this call is one that a Python autograd function cannot serve."""
     if _are_functorch_transforms_active() or forward_ad._current_level >= 0 or _is_tracing():
         return True
-    if rule.row.inplace and options.get("inplace") and not _is_writable(args[0]):
+    if rule.row.inplace and options.get("inplace") and not is_writable(args[0]):
         return True
     if are_arrays(*args):
         return False
     for arg in args:
         if arg is not None and (
-            (type(arg) not in _OF_TORCH and _has_other_meaning(arg))
-            or _is_special(arg)
+            (type(arg) not in OF_TORCH and has_other_meaning(arg))
+            or is_special(arg)
             or is_functorch_wrapped_tensor(arg)
         ):
             return True
     return False
-
-
-def _is_writable(x: Tensor) -> bool:
-    """Whether ``x``, which wants a gradient, may be overwritten. (Where it may not, the stock op
-    says why, before it does.)
-    """
-    if not x._is_view():
-        return not x.is_leaf
-    base = x._base
-    assert base is not None
-    return not base.is_leaf and _get_creation_meta(x) == CreationMeta.DEFAULT
-
-
-def _is_special(arg: Tensor) -> bool:
-    """Whether it is sparse, complex or nested."""
-    return arg.layout is not strided or arg.is_complex() or arg.is_nested
-
-
-_OF_TORCH = (Tensor, torch.nn.Parameter)
-
-
-def _has_other_meaning(arg: Any) -> bool:
-    """Whether it is no tensor, or of a class that gives torch ops another meaning."""
-    return (
-        not isinstance(arg, Tensor)
-        or type(arg) is FunctionalTensor
-        or type(arg).__torch_function__ is not torch._C._disabled_torch_function_impl
-        or is_traceable_wrapper_subclass(arg)
-    )
 
 
 #: Of :func:`for_stock`.
@@ -499,102 +474,7 @@ def for_stock(
     weight, bias, bits = own["weight"], own["bias"] if has_bias else None, 0
     for place, tensor in enumerate((input, weight, bias)):
         if tensor is not None:
-            if type(tensor) not in _OF_TORCH or (place and not tensor.is_leaf):
+            if type(tensor) not in OF_TORCH or (place and not tensor.is_leaf):
                 return None
             bits |= tensor.requires_grad << place
     return (weight, bias) if not bits or bits & wanted or not is_grad_enabled() else None
-
-
-def is_traced(x: Any) -> bool:
-    """Whether ``torch.fx`` or ``torch.jit`` is tracing, so that nothing may depend on shapes."""
-    if is_dynamo_compiling() or compiler._is_compiling_flag:
-        return False
-    return not isinstance(x, Tensor) or _is_tracing()
-
-
-def is_value_known(x: Any) -> bool:
-    """Whether a layer may look at the values of tensors: nothing traces or transforms it."""
-    return not (
-        is_compiling()
-        or _is_tracing()
-        or _are_functorch_transforms_active()
-        or type(x) is FunctionalTensor
-        or _get_dispatch_mode(_TorchDispatchModeKey.PROXY) is not None
-    )
-
-
-def is_plain_gradient(g: Tensor) -> bool:
-    """Whether ``bwd`` may do to ``g`` what has no derivative and no rule for vmap."""
-    if g.requires_grad or forward_ad._current_level >= 0:
-        return False
-    return are_arrays(g) or (
-        type(g) in (Tensor, FakeTensor)
-        and not is_legacy_batchedtensor(g)  # is_grads_batched
-        and not is_functorch_wrapped_tensor(g)
-    )
-
-
-def is_final(g: Tensor) -> bool:
-    """Whether the gradients that ``bwd`` makes are not to be differentiated, so that it may
-    overwrite what it has made.
-    """
-    return not is_compiling() and not torch.is_grad_enabled() and is_plain_gradient(g)
-
-
-@contextmanager
-def outside_of_vmap() -> Iterator[None]:
-    """Where ``bwd`` may draw random numbers: the same for every incoming gradient of a batch."""
-    if is_dynamo_compiling():  # (compiled autograd has no batches, and no way to leave them)
-        yield
-        return
-    levels = torch._C._vmapmode_increment_nesting()  # of ``is_grads_batched``, and one
-    for _ in range(levels):
-        torch._C._vmapmode_decrement_nesting()
-    try:
-        yield
-    finally:
-        for _ in range(levels - 1):
-            torch._C._vmapmode_increment_nesting()
-
-
-#: Devices that have autocast. (Asked here, as torch.compile cannot trace it in every version.)
-_AUTOCAST = frozenset(
-    device
-    for device in ("cpu", "cuda", "hpu", "mps", "mtia", "xla", "xpu")
-    if torch.amp.is_autocast_available(device)
-)
-
-
-def amp_enabled(device: str) -> bool:
-    """Whether autocast is on, on this type of device."""
-    return device in _AUTOCAST and torch.is_autocast_enabled(device)
-
-
-def lowered(device: str) -> torch.dtype:
-    """The dtype of autocast on this type of device."""
-    return torch.get_autocast_dtype(device)
-
-
-#: Devices whose autocast does not widen norms.
-_NARROW = {"cpu"}
-
-
-def widened(device: str) -> torch.dtype | None:
-    """The dtype in which autocast computes norms."""
-    return None if device in _NARROW else torch.float32
-
-
-def _autocast_dtype(autocast: Autocast, args: tuple[Any, ...]) -> torch.dtype | None:
-    """What autocast casts these arguments to, if it is on."""
-    device = args[0].device.type
-    return autocast(device) if amp_enabled(device) else None
-
-
-def _autocast(args: tuple[Any, ...], dtype: torch.dtype) -> tuple[Any, ...]:
-    """Cast as autocast does: all floats but float64."""
-    return tuple(
-        arg.to(dtype)
-        if isinstance(arg, Tensor) and arg.is_floating_point() and arg.dtype != torch.float64
-        else arg
-        for arg in args
-    )

@@ -32,8 +32,8 @@ from torch.utils.checkpoint import (
 
 import memsave
 import memsave.nn
-from memsave import function
-from memsave.layers import batch_norm, norm
+from memsave import _context, function
+from memsave.layers import batch_norm, invertible
 from memsave.spec import TABLE, Layer
 
 # torch compiles some of its forward-mode formulas with TorchScript, which warns.
@@ -192,7 +192,7 @@ def test_autocast_that_widens(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
     """As it is on accelerators, where stock norms run in float32; on CPU stock's do not."""
     if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "AutocastCUDA"):
         pytest.skip("not this one, in this version of torch")
-    monkeypatch.setattr(function, "_NARROW", set())
+    monkeypatch.setattr(_context, "_NARROW", set())
     row = TABLE[name]
     args = inputs(row, dtype=torch.bfloat16)
     wide = [arg.detach().float().requires_grad_() for arg in args.values()]
@@ -1190,7 +1190,7 @@ def test_rows_from_the_output_look_at_parameters_of_accelerators_once() -> None:
 
     def looks() -> int:
         with Ops() as ops:
-            assert norm.tells_once(weight, bias, norm.LEAST_WEIGHT[torch.float32])
+            assert invertible.tells_once(weight, bias, invertible.LEAST_WEIGHT[torch.float32])
         return ops.names.count("aten.all.default")
 
     assert [looks(), looks(), looks()] == [1, 0, 0]

@@ -29,7 +29,7 @@ import memsave
 from memsave import functional, kernels
 from memsave.kernels import pack, reference, unpack
 from memsave.kernels.reference import Like, Rows, Windows
-from memsave.layers import norm as norms
+from memsave.layers import norm_gradients
 
 ONES = {
     torch.bool: True,
@@ -834,7 +834,7 @@ def test_norm(
     tolerance = {torch.float64: 1e-10, torch.float32: 1e-3, torch.bfloat16: 2**-7}[dtype]
 
     def gradients(wrt: frozenset[str]) -> Any:
-        of = norms.from_input if kept == "x" else norms.from_output
+        of = norm_gradients.from_input if kept == "x" else norm_gradients.from_output
         with torch.no_grad():
             return of({"y": g}, wrt, saved, shapes, None, centered=centered)
 
@@ -1031,7 +1031,7 @@ def test_group_norm(
     parameters = {"weight", "bias"} if affine else set()
     shapes = {name: Like.of(saved[name]) for name in ("x", *parameters)}
     tolerance = 1e-10 if dtype == torch.float64 else 1e-3
-    of = norms.from_input if kept == "x" else norms.from_output
+    of = norm_gradients.from_input if kept == "x" else norm_gradients.from_output
     for wrt in map(frozenset, ({"x", *parameters}, {"x"}, parameters)):
         results = []
         for kernel in (native.norm, reference.norm):

@@ -34,7 +34,7 @@ from experiments.measure import peak_bytes
 from memsave import function, kernels
 from memsave.kernels import reference
 from memsave.kernels.reference import Like
-from memsave.layers.norm import LARGEST_RATIO, LEAST_WEIGHT, is_invertible
+from memsave.layers.invertible import LARGEST_RATIO, LEAST_WEIGHT, is_invertible
 from memsave.spec import TABLE, Layer
 
 F = memsave.functional

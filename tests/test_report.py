@@ -17,7 +17,7 @@ from torch.nn.utils import parametrize
 import memsave
 import memsave.nn
 from memsave import function
-from memsave._trace import Recorder, storage_key
+from memsave._record import Recorder, storage_key
 
 
 class Net(nn.Module):

@@ -18,7 +18,8 @@ from peft.tuners.lora import layer as lora
 from torch import Tensor, nn
 
 from .. import kernels
-from ..function import Grads, Mask, Saved, Shapes, amp_enabled, define
+from .._context import amp_enabled
+from ..function import Grads, Mask, Saved, Shapes, define
 from ..kernels.reference import Like
 from ..layers import dropout as dropouts, linear as linears
 from ..layers.module import drop_in, is_hooked

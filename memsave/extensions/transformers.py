@@ -22,7 +22,8 @@ from transformers import activations
 from transformers.pytorch_utils import Conv1D
 
 from .. import spec
-from ..function import Grads, Mask, Saved, Shapes, define, is_traced
+from .._context import is_traced
+from ..function import Grads, Mask, Saved, Shapes, define
 from ..layers.curve import define_curve
 from ..layers.gated import (
     PRODUCTS,
@@ -35,7 +36,7 @@ from ..layers.gated import (
     swish_gradient,
 )
 from ..layers.module import Class, as_stock, derive, recogniser
-from ..layers.norm import Gs, from_input
+from ..layers.norm_gradients import Gs, from_input
 from ..spec import Layer
 
 Act = Callable[[Tensor], Tensor]

@@ -167,8 +167,8 @@ class Rows(NamedTuple):
 
 
 def norm(rows: Rows, wrt: frozenset[str]) -> dict[str, Tensor] | None:
-    """The gradients of ``x``, ``weight`` and ``bias``; here ``None``: :mod:`memsave.layers.norm`
-    has the formula, of operations that can be differentiated.
+    """The gradients of ``x``, ``weight`` and ``bias``; here ``None``: the formula, of operations
+    that can be differentiated, is in :mod:`memsave.layers.norm_gradients`.
     """
     return None
 

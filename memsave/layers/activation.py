@@ -16,18 +16,8 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from .. import kernels, spec
-from ..function import (
-    WEIGHT,
-    Grads,
-    Mask,
-    Saved,
-    Shapes,
-    define,
-    for_stock,
-    is_final,
-    is_plain_gradient,
-    lowered,
-)
+from .._context import is_final, is_plain_gradient, lowered
+from ..function import WEIGHT, Grads, Mask, Saved, Shapes, define, for_stock
 from ..kernels.memory import has_memory
 from ..kernels.reference import Like
 from ..spec import Layer

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch._prims_common import make_contiguous_strides_for
 
 from .. import kernels, spec
-from ..function import Grads, Mask, Saved, Shapes, define, is_final
+from .._context import is_final
+from ..function import Grads, Mask, Saved, Shapes, define
 from ..kernels.reference import Like
 from .module import drop_in
 from .shape import (

@@ -15,17 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import kernels, spec
-from ..function import (
-    INPUT,
-    WEIGHT,
-    Grads,
-    Mask,
-    Saved,
-    Shapes,
-    define,
-    for_stock,
-    is_final,
-)
+from .._context import is_final
+from ..function import INPUT, WEIGHT, Grads, Mask, Saved, Shapes, define, for_stock
 from ..kernels.memory import FORMATS
 from .module import drop_in
 

@@ -20,17 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import kernels, spec
-from ..function import (
-    WEIGHT,
-    Grads,
-    Mask,
-    Saved,
-    Shapes,
-    amp_enabled,
-    define,
-    for_stock,
-    lowered,
-)
+from .._context import amp_enabled, lowered
+from ..function import WEIGHT, Grads, Mask, Saved, Shapes, define, for_stock
 from .module import drop_in
 from .shape import Ints, in_format, is_size, per_axis, remembered
 

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import kernels, spec
-from ..function import Grads, Mask, Saved, Shapes, define, is_final
+from .._context import is_final
+from ..function import Grads, Mask, Saved, Shapes, define
 from ..spec import Layer
 from .module import as_stock, drop_in
 

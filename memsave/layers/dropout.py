@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .. import kernels, spec
-from ..function import Grads, Mask, Saved, Shapes, define, is_plain_gradient, outside_of_vmap
+from .._context import is_plain_gradient, outside_of_vmap
+from ..function import Grads, Mask, Saved, Shapes, define
 from ..kernels.memory import empty_result
 from ..kernels.reference import Like
 from .module import drop_in

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import spec
-from ..function import Grads, Mask, Saved, Shapes, define, is_traced
+from .._context import is_traced
+from ..function import Grads, Mask, Saved, Shapes, define
 from ..spec import Layer
 from .module import STOCK, Class, is_hooked
 

@@ -1,5 +1,5 @@
-"""Group and instance normalization: norms of each example, as in ``norm.py``, over groups of
-channels.
+"""Group and instance normalization: norms of each example, over groups of channels. (Their
+gradients are those of all of them: ``norm_gradients.py``.)
 
 Index legend: n batch, c channels, s spatial axes; statistics are (n, groups).
 """
@@ -18,23 +18,22 @@ from torch._prims_common import suggest_memory_format
 from torch.compiler import is_dynamo_compiling
 
 from .. import kernels, spec
-from ..function import INPUT, WEIGHT, Grads, Mask, Saved, Shapes, define, for_stock, widened
+from .._context import widened
+from ..function import INPUT, WEIGHT, Grads, Mask, Saved, Shapes, define, for_stock
 from ..kernels.memory import FORMATS
 from .batch_norm import batch_norm, by_batch, weight_or_ones, zeros
+from .invertible import is_invertible, tells_its_input
 from .module import drop_in
-from .norm import (
+from .norm import norm_node, rstd_only
+from .norm_gradients import (
     Gs,
-    at_once,
+    by_kernel,
     formatted,
     from_input,
     from_output,
     grouped,
     in_one_pass,
-    is_invertible,
     like_argument,
-    norm_node,
-    rstd_only,
-    tells_its_input,
 )
 from .shape import is_size, last_format
 
@@ -146,7 +145,7 @@ def _group_bwd_from_output(
 def _from_output_of_groups(
     gs: Gs, wrt: Mask, saved: Saved, shapes: Shapes, num_groups: int
 ) -> Grads:
-    if (fast := at_once(gs, wrt, saved, shapes, num_groups, "y", True)) is not None:
+    if (fast := by_kernel(gs, wrt, saved, shapes, num_groups, "y", True)) is not None:
         return fast
     like = shapes["x"]
     assert like is not None
@@ -259,7 +258,7 @@ def _instance_bwd(
         return zeros(g, wrt, shapes)
     if wrt == {"bias"}:
         return {"bias": like_argument(grouped(g, g.shape[1]).sum((0, 3)), shapes, "bias")}
-    if (fast := at_once({"y": g}, wrt, saved, shapes, g.shape[1], "x", True)) is not None:
+    if (fast := by_kernel({"y": g}, wrt, saved, shapes, g.shape[1], "x", True)) is not None:
         return fast
     weight = weight_or_ones(saved["weight"] if "x" in wrt else None, g, shapes)
     mean, rstd = saved["mean"].flatten(), saved["rstd"].flatten()

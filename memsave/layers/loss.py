@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.nn import _reduction
 
 from .. import kernels, spec
-from ..function import Grads, Mask, Saved, Shapes, define, is_plain_gradient
+from .._context import is_plain_gradient
+from ..function import Grads, Mask, Saved, Shapes, define
 from .module import drop_in
 
 

@@ -1,16 +1,9 @@
-"""Layer and RMS normalization, and the gradients of all norms of each example:
-``y = xhat * weight + bias``, where ``xhat = (x - mean) * rstd`` over the elements of a group.
-
-The gradients read ``xhat``, which comes from ``x`` and the statistics, or from ``y`` and the
-parameters; that of the bias reads nothing.
-
-Index legend: n batch, g groups, k features of a group, s places; statistics are (n, g, 1, 1) and
-parameters (g, k, 1). Layer and RMS normalization have one group and one place.
+"""Layer and RMS normalization. (Their gradients are those of all norms of each example:
+``norm_gradients.py``.)
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -19,196 +12,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._C import _len_torch_function_stack
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.compiler import is_dynamo_compiling
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from .. import kernels, spec
-from ..function import (
-    INPUT,
-    WEIGHT,
-    Grads,
-    Mask,
-    Saved,
-    Shapes,
-    define,
-    for_stock,
-    is_final,
-    is_traced,
-    is_value_known,
-    widened,
-)
-from ..kernels.reference import Like, Rows
-from .batch_norm import weight_or_ones, wide_dtype
+from .._context import is_traced, widened
+from ..function import INPUT, WEIGHT, Grads, Mask, Saved, Shapes, define, for_stock
+from ..kernels.reference import Like
+from .batch_norm import weight_or_ones
+from .invertible import is_invertible, tells_its_input
 from .module import drop_in
-from .shape import in_format
-
-Gs = dict[str, Tensor]
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    """In the dtype of statistics and sums."""
-    return tensor.to(wide_dtype(tensor.dtype))
-
-
-def _spread(vector: Tensor, groups: int | None) -> Tensor:
-    """A parameter against the grouped ``x``."""
-    return _wide(vector).reshape(groups or 1, -1, 1)
-
-
-def _gradients(
-    gs: Gs,
-    groups: int | None,
-    wrt: Mask,
-    xhat: Tensor | None,
-    rstd: Tensor | None,
-    weight: Tensor | None,
-    shapes: Shapes,
-    *,
-    centered: bool = True,
-) -> Grads:
-    """All gradients, from grouped arrays in a wide dtype.
-
-    In double backward the statistics have gradients, as functions of ``x``: ``d mean = d x / N``
-    and ``d rstd = - rstd^2 xhat d x / N``.
-    """
-    g, grads = grouped(gs["y"], groups), {}
-    if "bias" in wrt:
-        grads["bias"] = g.sum((0, 3))
-    if "weight" in wrt:
-        assert xhat is not None
-        grads["weight"] = (g * xhat).sum((0, 3))
-    if "x" in wrt:
-        assert xhat is not None
-        assert rstd is not None
-        gw = g if weight is None else g * weight
-        dx = gw - xhat * (gw * xhat).mean((2, 3), keepdim=True)
-        if centered:
-            dx = dx - gw.mean((2, 3), keepdim=True)
-        dx = dx * rstd
-        count = math.prod(g.shape[2:])
-        if "rstd" in gs:
-            dx = dx - (_statistic(gs["rstd"], groups) * rstd.square() / count) * xhat
-        if "mean" in gs:
-            dx = dx + _statistic(gs["mean"], groups) / count
-        grads["x"] = dx
-    return {name: like_argument(grad, shapes, name) for name, grad in grads.items()}
-
-
-def at_once(
-    gs: Gs,
-    wrt: Mask,
-    saved: Saved,
-    shapes: Shapes,
-    groups: int | None,
-    kept: str,
-    centered: bool,
-    shift: float = 0.0,
-) -> Grads | None:
-    """By a kernel, if there is one, of which no derivative is asked."""
-    if not in_one_pass(gs, wrt):
-        return None
-    of_output = kept == "y"
-    rows = Rows(
-        gs["y"],
-        saved[kept],
-        saved["mean"] if centered and not of_output else None,
-        saved["rstd"] if "x" in wrt or not of_output else None,
-        saved["weight"] if "x" in wrt or of_output else None,
-        saved["bias"] if centered and of_output else None,
-        shift,
-        of_output,
-        centered,
-        groups,
-    )
-    grads = kernels.norm(rows, wrt)
-    if grads is not None:
-        for name in wrt:
-            grads[name] = like_argument(grads[name], shapes, name)
-    return grads
-
-
-def in_one_pass(gs: Gs, wrt: Mask) -> bool:
-    """Whether one kernel may make all gradients: no derivative of them is asked, and they are not
-    a mere sum.
-    """
-    return gs.keys() == {"y"} and wrt != {"bias"} and is_final(gs["y"])
-
-
-def formatted(grads: Grads, shapes: Shapes) -> Grads:
-    """Where stock's gradient has the memory format of ``x``."""
-    return {**grads, "x": in_format(grads["x"], shapes["x"])} if "x" in grads else grads
-
-
-def like_argument(grad: Tensor, shapes: Shapes, name: str) -> Tensor:
-    """The gradient in the shape and dtype of its argument."""
-    like = shapes[name]
-    assert like is not None
-    if (grad.shape, grad.dtype) == (like.shape, like.dtype):
-        return grad
-    return grad.reshape(like.shape).to(like.dtype)
-
-
-def grouped(tensor: Tensor, groups: int | None) -> Tensor:
-    """``(n, c, *s)`` to ``(n, g, k, s)``; without groups ``(*n, i)`` to ``(n, 1, i, 1)``."""
-    if groups is None:
-        return _wide(tensor).reshape(tensor.shape[:-1].numel(), 1, tensor.shape[-1], 1)
-    n, c, *s = tensor.shape
-    return _wide(tensor).reshape(n, groups, c // groups, math.prod(s))
-
-
-def _statistic(tensor: Tensor, groups: int | None) -> Tensor:
-    """A statistic against the grouped ``x``."""
-    return _wide(tensor).reshape(-1, groups or 1, 1, 1)
-
-
-def from_input(
-    gs: Gs,
-    wrt: Mask,
-    saved: Saved,
-    shapes: Shapes,
-    groups: int | None,
-    *,
-    centered: bool = True,
-    shift: float = 0.0,
-) -> Grads:
-    """All gradients by ``xhat = (x - mean) * rstd``.
-
-    Args:
-        gs: The gradient of ``y`` and, in double backward, of the statistics.
-        groups: How many; ``None`` for one over the last axis.
-        centered: Whether there is a mean.
-        shift: What the layer adds to its weight.
-    """
-    if (fast := at_once(gs, wrt, saved, shapes, groups, "x", centered, shift)) is not None:
-        return fast
-    xhat = rstd = weight = None
-    if wrt != {"bias"}:
-        rstd, xhat = _statistic(saved["rstd"], groups), grouped(saved["x"], groups)
-        xhat = (xhat - _statistic(saved["mean"], groups) if centered else xhat) * rstd
-    if "x" in wrt and saved["weight"] is not None:
-        weight = _spread(saved["weight"], groups) + shift
-    return _gradients(gs, groups, wrt, xhat, rstd, weight, shapes, centered=centered)
-
-
-def from_output(
-    gs: Gs, wrt: Mask, saved: Saved, shapes: Shapes, groups: int | None, *, centered: bool = True
-) -> Grads:
-    """By ``xhat = (y - bias) / weight``."""
-    if (fast := at_once(gs, wrt, saved, shapes, groups, "y", centered)) is not None:
-        return fast
-    xhat = rstd = weight = None
-    if wrt != {"bias"}:
-        xhat = grouped(saved["y"], groups)
-        if centered and saved["bias"] is not None:
-            xhat = xhat - _spread(saved["bias"], groups)
-        if saved["weight"] is not None:
-            weight = _spread(saved["weight"], groups)
-            xhat = xhat / weight
-    if "x" in wrt:
-        rstd = _statistic(saved["rstd"], groups)
-    return _gradients(gs, groups, wrt, xhat, rstd, weight, shapes, centered=centered)
-
+from .norm_gradients import (
+    Gs,
+    formatted,
+    from_input,
+    from_output,
+    grouped,
+    in_one_pass,
+    like_argument,
+    wide,
+)
 
 # Layer normalization, over the last axis.
 
@@ -308,9 +130,9 @@ def _rms_fwd(
         at_once = torch.ops.aten if is_dynamo_compiling() else torch
         y, rstd = at_once._fused_rms_norm(x, x.shape[-1:], weight, eps)  # type: ignore[attr-defined]
         return y, {"rstd": rstd.squeeze(-1)}
-    wide = _wide(x)
-    eps = torch.finfo(wide.dtype).eps if eps is None else eps
-    rstd = wide.square().mean(-1).add_(eps).rsqrt_()
+    x_wide = wide(x)
+    eps = torch.finfo(x_wide.dtype).eps if eps is None else eps
+    rstd = x_wide.square().mean(-1).add_(eps).rsqrt_()
     return _rms_primal(x, weight, eps=eps), {"rstd": rstd}
 
 
@@ -430,83 +252,6 @@ def rms_norm(
     if flat is None:
         return F.rms_norm(input, normalized_shape, weight, eps)  # type: ignore[arg-type]
     return _shaped(_rms_norm(*flat, eps=eps), input)
-
-
-#: How many times larger than the weight the bias may be: xhat loses as many bits as this has.
-LARGEST_RATIO = 16
-#: By dtype, the least weight: of smaller ones ``xhat * weight`` has fewer digits. (Its inverse is
-#: the largest.)
-LEAST_WEIGHT = {
-    dtype: torch.finfo(dtype).tiny / torch.finfo(dtype).eps
-    for dtype in (torch.float32, torch.float64)
-}
-
-
-def is_invertible(input: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
-    """Whether ``xhat`` can be read off ``y``: its dtype is wide, and no weight is (nearly) zero or
-    infinite, or small beside its bias.
-
-    On an accelerator it waits for the device, once per version of the parameters; of what is
-    written to their ``.data`` there are no versions.
-    """
-    least = LEAST_WEIGHT.get(input.dtype)
-    if least is None or not torch.is_grad_enabled():
-        return False
-    if kernels.nodes is not None and not is_dynamo_compiling():
-        is_known = kernels.nodes.is_invertible(input, weight, bias, least, LARGEST_RATIO)
-        if is_known is not None:
-            return is_known
-    if not is_value_known(input):
-        return False
-    if isinstance(input, FakeTensor) or input.is_meta:
-        return True  # as if they were like those of a trained model
-    if weight is None:
-        return bias is None
-    return (_tells if input.is_cpu else tells_once)(weight, bias, least)
-
-
-def _tells(weight: Tensor, bias: Tensor | None, least: float) -> bool:
-    with torch.no_grad():
-        size = weight.abs()
-        fits = (size >= least) & (size <= 1 / least)
-        if bias is not None:
-            fits = fits & (bias.abs() <= LARGEST_RATIO * size)
-        return bool(fits.all())
-
-
-def tells_its_input(module: Any) -> bool:
-    """Whether ``xhat`` can be read off the output of a norm with the parameters that it has now."""
-    weight, bias = module.weight, getattr(module, "bias", None)
-    if weight is None:
-        return bias is None
-    least = LEAST_WEIGHT.get(weight.dtype)
-    if least is None or type(weight) not in (Tensor, nn.Parameter) or weight.is_meta:
-        return True
-    return _tells(weight, bias, least)
-
-
-#: What was found, by the ``id`` of the weight. (Weak references are to storages: tensors that have
-#: some cannot be swapped, ``torch.utils.swap_tensors``.)
-_found: dict[int, tuple[Any, bool]] = {}
-
-
-def tells_once(weight: Tensor, bias: Tensor | None, least: float) -> bool:
-    """As ``_tells``, looked up once per version of the parameters."""
-    state = [
-        (id(tensor), tensor._version, StorageWeakRef(tensor.untyped_storage()))
-        for tensor in (weight, bias)
-        if tensor is not None
-    ]
-    found = _found.get(id(weight))
-    if found is None:
-        for key, ((first, *_), _) in [*_found.items()]:
-            if first[-1].expired():
-                _found.pop(key, None)
-    if found is None or found[0] != state:
-        if weight.is_cuda and torch.cuda.is_current_stream_capturing():
-            return False  # A CUDA graph cannot wait for a look.
-        found = _found[id(weight)] = (state, _tells(weight, bias, least))
-    return found[1]
 
 
 @drop_in(spec.LAYER_NORM)

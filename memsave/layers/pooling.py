@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from .. import kernels, spec
-from ..function import Autocast, Grads, Mask, Saved, Shapes, define, is_plain_gradient
+from .._context import Autocast, is_plain_gradient
+from ..function import Grads, Mask, Saved, Shapes, define
 from ..kernels.reference import Windows, are_results_cached
 from .module import drop_in
 from .shape import Ints, channels_last, per_axis, remembered, stride_or

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from ..function import is_final, is_plain_gradient
+from .._context import is_final, is_plain_gradient
 from ..kernels.memory import FORMATS
 from ..kernels.reference import Like
 

@@ -106,7 +106,7 @@ PyObject *is_over_last(PyObject *, PyObject *const *args, Py_ssize_t count) {
     END_HANDLE_TH_ERRORS
 }
 
-/* Whether the output of a norm tells the normalized input: see norm.py. None where it takes more than a look
+/* Whether the output of a norm tells the normalized input: see invertible.py. None where it takes more than a look
    to say so. */
 PyObject *is_invertible(PyObject *, PyObject *const *args, Py_ssize_t count) {
     HANDLE_TH_ERRORS

@@ -1,0 +1,161 @@
+"""What torch is doing where a layer is called: compiling, tracing, transforming, casting; and what
+tensors are in there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, compiler, strided
+from torch._C import (
+    _are_functorch_transforms_active,
+    _get_dispatch_mode,
+    _is_tracing,
+    _TorchDispatchModeKey,
+)
+from torch._C._autograd import CreationMeta, _get_creation_meta
+from torch._C._functorch import is_functorch_wrapped_tensor, is_legacy_batchedtensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.autograd import forward_ad
+from torch.compiler import is_compiling, is_dynamo_compiling
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from .kernels import are_arrays
+
+Autocast = Callable[[str], torch.dtype | None]
+
+
+# What a tensor is.
+
+
+def is_writable(x: Tensor) -> bool:
+    """Whether ``x``, which wants a gradient, may be overwritten. (Where it may not, the stock op
+    says why, before it does.)
+    """
+    if not x._is_view():
+        return not x.is_leaf
+    base = x._base
+    assert base is not None
+    return not base.is_leaf and _get_creation_meta(x) == CreationMeta.DEFAULT
+
+
+def is_special(arg: Tensor) -> bool:
+    """Whether it is sparse, complex or nested."""
+    return arg.layout is not strided or arg.is_complex() or arg.is_nested
+
+
+OF_TORCH = (Tensor, torch.nn.Parameter)
+
+
+def has_other_meaning(arg: Any) -> bool:
+    """Whether it is no tensor, or of a class that gives torch ops another meaning."""
+    return (
+        not isinstance(arg, Tensor)
+        or type(arg) is FunctionalTensor
+        or type(arg).__torch_function__ is not torch._C._disabled_torch_function_impl
+        or is_traceable_wrapper_subclass(arg)
+    )
+
+
+# What torch is doing.
+
+
+def is_traced(x: Any) -> bool:
+    """Whether ``torch.fx`` or ``torch.jit`` is tracing, so that nothing may depend on shapes."""
+    if is_dynamo_compiling() or compiler._is_compiling_flag:
+        return False
+    return not isinstance(x, Tensor) or _is_tracing()
+
+
+def is_value_known(x: Any) -> bool:
+    """Whether a layer may look at the values of tensors: nothing traces or transforms it."""
+    return not (
+        is_compiling()
+        or _is_tracing()
+        or _are_functorch_transforms_active()
+        or type(x) is FunctionalTensor
+        or _get_dispatch_mode(_TorchDispatchModeKey.PROXY) is not None
+    )
+
+
+def is_plain_gradient(g: Tensor) -> bool:
+    """Whether ``bwd`` may do to ``g`` what has no derivative and no rule for vmap."""
+    if g.requires_grad or forward_ad._current_level >= 0:
+        return False
+    return are_arrays(g) or (
+        type(g) in (Tensor, FakeTensor)
+        and not is_legacy_batchedtensor(g)  # is_grads_batched
+        and not is_functorch_wrapped_tensor(g)
+    )
+
+
+def is_final(g: Tensor) -> bool:
+    """Whether the gradients that ``bwd`` makes are not to be differentiated, so that it may
+    overwrite what it has made.
+    """
+    return not is_compiling() and not torch.is_grad_enabled() and is_plain_gradient(g)
+
+
+@contextmanager
+def outside_of_vmap() -> Iterator[None]:
+    """Where ``bwd`` may draw random numbers: the same for every incoming gradient of a batch."""
+    if is_dynamo_compiling():  # (compiled autograd has no batches, and no way to leave them)
+        yield
+        return
+    levels = torch._C._vmapmode_increment_nesting()  # of ``is_grads_batched``, and one
+    for _ in range(levels):
+        torch._C._vmapmode_decrement_nesting()
+    try:
+        yield
+    finally:
+        for _ in range(levels - 1):
+            torch._C._vmapmode_increment_nesting()
+
+
+# Autocast.
+
+#: Devices that have autocast. (Asked here, as torch.compile cannot trace it in every version.)
+AUTOCAST = frozenset(
+    device
+    for device in ("cpu", "cuda", "hpu", "mps", "mtia", "xla", "xpu")
+    if torch.amp.is_autocast_available(device)
+)
+
+
+def amp_enabled(device: str) -> bool:
+    """Whether autocast is on, on this type of device."""
+    return device in AUTOCAST and torch.is_autocast_enabled(device)
+
+
+def lowered(device: str) -> torch.dtype:
+    """The dtype of autocast on this type of device."""
+    return torch.get_autocast_dtype(device)
+
+
+#: Devices whose autocast does not widen norms.
+_NARROW = {"cpu"}
+
+
+def widened(device: str) -> torch.dtype | None:
+    """The dtype in which autocast computes norms."""
+    return None if device in _NARROW else torch.float32
+
+
+def autocast_dtype(autocast: Autocast, args: tuple[Any, ...]) -> torch.dtype | None:
+    """What autocast casts these arguments to, if it is on."""
+    device = args[0].device.type
+    return autocast(device) if amp_enabled(device) else None
+
+
+def autocast_args(args: tuple[Any, ...], dtype: torch.dtype) -> tuple[Any, ...]:
+    """Cast as autocast does: all floats but float64."""
+    return tuple(
+        arg.to(dtype)
+        if isinstance(arg, Tensor) and arg.is_floating_point() and arg.dtype != torch.float64
+        else arg
+        for arg in args
+    )
