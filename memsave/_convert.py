@@ -260,7 +260,8 @@ def classes_restored(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         for module, cls, lazily in classes:
-            _become(module, cls)
+            if module.__class__ is not cls:
+                _become(module, cls)
             if isinstance(module, LazyModuleMixin):
                 module.cls_to_become = lazily
 

@@ -42,6 +42,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd import forward_ad
 from torch.autograd.function import Function
 from torch.compiler import is_dynamo_compiling
+from torch.fx.experimental.symbolic_shapes import guard_scalar
 from torch.overrides import _get_current_function_mode, _pop_mode_temporarily
 
 from ._context import (
@@ -210,7 +211,9 @@ def differentiable(rule: Rule) -> Callable[..., Any]:
         stock_only, run = (_untraceable, function.apply) if compiling else (_unservable, apply)
         if not wanted or stock_only(rule, args, options):
             return primal(*args, **options)
-        if not compiling and not _PLAIN.issuperset(map(type, options.values())):
+        if compiling:
+            options = {name: _settled(option) for name, option in options.items()}
+        elif not _PLAIN.issuperset(map(type, options.values())):
             options = {name: _plain(option) for name, option in options.items()}
         plan = plans[wanted]
         if plan.is_stock and not (unless is not None and unless(**options)):
@@ -296,9 +299,10 @@ def _function(rule: Rule) -> type[Function]:
         result, extras = fwd(plan.wrt, *args, **options)
         y = result[0] if isinstance(result, tuple) else result
         compiling = is_dynamo_compiling()
-        if not inplace and not compiling and y._is_view():
-            # Of a batch of one, say. The user may overwrite y, but not a view made in here.
-            y = y.data
+        if not inplace and (compiling or y._is_view()):
+            # Of a batch of one, say. The user may overwrite y, but not a view made in here. (To the
+            # compiler, which cannot ask, this makes no difference otherwise.)
+            y = torch.ops.aten._unsafe_view(y, y.shape) if compiling else y.data
             result = (y, *result[1:]) if isinstance(result, tuple) else y
         arrays, kept, shapes = (*args, y), [], {}
         for name, place in plan.saved:
@@ -403,6 +407,14 @@ def _plain(option: Any) -> Any:
         return tuple(option)
     is_number = isinstance(option, Number | Tensor)
     return getattr(option, "item", lambda: option)() if is_number else option
+
+
+def _settled(option: Any) -> Any:
+    """Of a float for which ``torch.compile(dynamic=True)`` has a symbol, the number: two autograd
+    functions cannot share the symbol, in torch 2.13. (Nor one that they find in a variable: the
+    rules have such numbers in their code.)
+    """
+    return guard_scalar(option) if isinstance(option, float) else option
 
 
 def _first(y: Any) -> Tensor:

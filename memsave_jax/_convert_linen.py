@@ -229,7 +229,8 @@ def _checked(module: Any, verb: str) -> nn.Module:
 def coverage(module: nn.Module, *args: Any, rngs: Any = None, **kwargs: Any) -> Coverage:
     """Each layer that a model calls: converted, convertible, or skipped with the reason.
 
-    The model's ``init`` is traced for that; nothing is computed. A layer is a module without
+    The model's ``init`` is traced for that, anew by every call; nothing is computed. (JAX remembers
+    what it has traced until :func:`jax.clear_caches`.) A layer is a module without
     submodules, or one of a class that derives from a stock layer. The functions that stand for
     layers (``nn.relu``, ``nn.max_pool``) are looked for in the attributes of the modules and in the
     code of their methods, not in other functions that these call.

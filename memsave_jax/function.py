@@ -11,8 +11,8 @@ A rule is ``primal`` (the stock op), ``fwd`` and ``bwd``::
 
 ``y`` may be a tuple, of which the table describes the first; ``g`` is one then, too. ``fwd`` and
 ``bwd`` must themselves be differentiable, ``fwd`` with the derivative of the stock op: then higher
-derivatives are exact. ``bwd`` must be linear in ``g``. Options that are arrays (a PRNG key) reach
-``primal`` and ``fwd`` but not ``bwd``: what backward needs of them is an extra.
+derivatives are exact. ``bwd`` must be linear in ``g``. The option ``key``, a PRNG key, reaches
+``primal`` and ``fwd`` but not ``bwd``: what backward needs of it is an extra.
 
 The triple can drive two forms. Which one is used is a matter of :func:`using`:
 
@@ -30,8 +30,8 @@ The triple can drive two forms. Which one is used is a matter of :func:`using`:
     is part of the structure). Forward mode is an error of JAX.
 
 The stock op itself runs where it already keeps what the row says, for complex numbers, where the
-derivative by an argument is wanted for which the table has no gradient, and where an ``Explicit``
-mesh cuts bytes of bits apart.
+derivative by an argument is wanted for which the table has no gradient, where an ``Explicit``
+mesh cuts bytes of bits apart, and where another option than the key is an array.
 """
 
 from __future__ import annotations
@@ -150,6 +150,8 @@ def differentiable(rule: Rule) -> Callable[..., Any]:
         ):
             return rule.primal(*args, **options)
         arrays = {name: value for name, value in options.items() if _is_array(value)}
+        if not arrays.keys() <= {"key"}:
+            return rule.primal(*args, **options)
         static = tuple(
             (name, _hashable(value), _apart(value))
             for name, value in options.items()

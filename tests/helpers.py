@@ -242,3 +242,17 @@ def module_input(cls: type[nn.Module]) -> Tensor:
     dims = int(suffix[0]) if suffix in ("1d", "2d", "3d") else 2
     shape = (2, *[SIZE] * (dims + 1))
     return torch.randn(shape, generator=generator).double().requires_grad_()
+
+
+def two_in_one_graph(layer: Callable[..., Any], row: Layer) -> list[Tensor]:
+    """The outcome of two calls that ``torch.compile`` puts into one graph, for any sizes: there it
+    takes numbers that it finds in variables for symbols, which two autograd functions cannot share.
+    """
+    chosen = options(row)
+
+    def both(*args: Tensor) -> Tensor:
+        return first(layer(*args, **chosen)) + first(layer(*args, **chosen))
+
+    torch._dynamo.reset()
+    call = torch.compile(both, fullgraph=True, backend="eager", dynamic=True)
+    return outcome(call, [*inputs(row).values()])

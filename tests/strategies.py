@@ -20,7 +20,7 @@ from memsave.spec import TABLE, Layer, Shape
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 INTEGERS = ("int64", "int32")
-LAYOUTS = ("contiguous", "channels_last", "transposed", "strided")
+LAYOUTS = ("contiguous", "channels_last", "sliced", "transposed", "strided")
 #: Where functions have kinks, and where they end. (The numbers among the options, too.)
 SPECIAL = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, 0.5, -0.5, 1.0, -1.0, 3.0, -3.0, 6.0, 40.0])
 #: The digits of a number, in bits.

@@ -27,6 +27,10 @@ pytestmark = [
 RULES = [function.RULES[name] for name in TABLE]
 
 
+def _reads_its_output(row: Layer) -> bool:
+    return any("y" in names for names in row.reads.values())
+
+
 @pytest.fixture(autouse=True)
 def _fresh_cache() -> Iterator[None]:
     torch._dynamo.reset()
@@ -60,6 +64,23 @@ def test_every_layer_compiles(row: Layer) -> None:
         assert actual_bytes <= expected_bytes, wrt
         if row.name.startswith("conv") and "weight" not in wrt:
             assert actual_bytes == 0 < expected_bytes
+
+
+@pytest.mark.parametrize(
+    "row", [r for r in TABLE.values() if not _reads_its_output(r)], ids=lambda row: row.name
+)
+def test_outputs_may_be_overwritten(row: Layer) -> None:
+    """As by an activation in place that follows."""
+    layer, plain, chosen = ours(row), stock(row), options(row)
+    doubled = compiled(lambda *args: helpers.first(layer(*args, **chosen)).mul_(2))
+    args = [*inputs(row).values()]
+    expected = outcome(lambda *args: helpers.first(plain(*args, **chosen)) * 2, args)
+    same(outcome(doubled, [*inputs(row).values()]), expected)
+
+
+@every_row
+def test_two_in_one_graph_of_any_sizes(row: Layer) -> None:
+    same(helpers.two_in_one_graph(ours(row), row), helpers.two_in_one_graph(stock(row), row))
 
 
 @pytest.mark.filterwarnings("ignore:Dynamo:UserWarning")

@@ -774,6 +774,12 @@ WRONG_CALLS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "axes of conv2d": lambda f, x: f.conv2d(x[..., 0], torch.ones(4, 3, 3)),
     "axes of conv_transpose1d": lambda f, x: f.conv_transpose1d(x, torch.ones(3, 4, 3, 3)),
     "bounds of hardtanh": lambda f, x: f.hardtanh(x, 2.0, 1.0),
+    "slope beyond float32": lambda f, x: f.leaky_relu(x, 1e39),
+    "bounds beyond float32": lambda f, x: f.hardtanh(x, -1e39, 1e39),
+    "value beyond float32": lambda f, x: f.threshold(x, 0.0, 1e39),
+    "value of reflected padding": lambda f, x: f.pad(x, [1, 1], "reflect", 3.0),
+    "weight of prelu": lambda f, x: f.prelu(x, 0.2),
+    "targets of one example": lambda f, x: f.cross_entropy(x.flatten(), torch.tensor([1, 2])),
 }
 
 
@@ -956,6 +962,21 @@ def test_old_options_of_cross_entropy(options, of: str) -> None:
     )
 
 
+@pytest.mark.parametrize("of", ["positions", "probabilities"])
+@pytest.mark.parametrize("smoothing", [-0.1, float("nan")])
+def test_cross_entropy_that_is_smoothed_by_less_than_nothing(smoothing: float, of: str) -> None:
+    """Stock does not smooth then."""
+    x, target = loss_inputs()
+    if of == "probabilities":
+        target = x.detach().flip(0).exp()
+    for weight in (None, torch.rand(x.shape[1], dtype=x.dtype)):
+        options = {"weight": weight, "label_smoothing": smoothing}
+        same(
+            outcome(lambda x, o=options: memsave.functional.cross_entropy(x, target, **o), [x]),
+            outcome(lambda x, o=options: nn.functional.cross_entropy(x, target, **o), [x]),
+        )
+
+
 def test_cross_entropy_of_targets_that_want_a_gradient() -> None:
     """It is stock's: the table has none."""
     x, q, weight = helpers.image(), helpers.image().detach().exp(), torch.rand(3).double()
@@ -1012,6 +1033,19 @@ def test_windows_of_adaptive_pooling(inputs, outputs) -> None:
     shapes = {"x": tuple(x.shape), "y": tuple(expected[0].shape)}
     bits = TABLE[name].saved_bits({"x"}, shapes, {})["offsets"]
     assert helpers.kept(lambda: pool(x, outputs)) == bits / 8
+
+
+@pytest.mark.parametrize("pool", ["max_pool2d", "adaptive_max_pool2d"])
+@pytest.mark.usefixtures("by_nodes_and_by_rules")
+def test_layout_of_the_gradient_of_one_window(pool: str) -> None:
+    """As the input, though the output and what is kept are in all formats at once."""
+    x = torch.randn(2, 8, 4, 4).contiguous(memory_format=torch.channels_last).requires_grad_()
+    size = 1 if "adaptive" in pool else 4
+    ours, stock = (
+        torch.autograd.grad(getattr(f, pool)(x, size).sum(), x)[0]
+        for f in (memsave.functional, nn.functional)
+    )
+    same(ours, stock, layout=True)
 
 
 @pytest.mark.parametrize("size", [0, (0, 2)])

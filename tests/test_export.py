@@ -84,6 +84,21 @@ def test_jit_trace() -> None:
     same(dict(traced.state_dict()), dict(stock_model.state_dict()))
 
 
+@pytest.mark.parametrize("compiler", ["script", "trace"])
+def test_part_in_torchscript(compiler: str) -> None:
+    """It is left as it is, also by dry runs."""
+    x = helpers.image(dtype=torch.float32)
+    part = nn.Sequential(nn.Conv2d(3, 3, 1), nn.ReLU())
+    part = torch.jit.script(part) if compiler == "script" else torch.jit.trace(part, x)
+    model, cls = nn.Sequential(nn.GroupNorm(1, 3), part, nn.ReLU()), type(part)
+    expected = helpers.step(model, x)
+    for fake in (True, False):
+        assert memsave.report(model, x, fake=fake).rows
+    memsave.convert(model, x)
+    assert (type(part), type(model[2])) == (cls, memsave.nn.ReLU)
+    same(helpers.step(model, x), expected)
+
+
 @every_class
 def test_jit_script(cls: type[nn.Module]) -> None:
     """Stock modules are compiled in place of the drop-ins. (torch leaves them in the model, whoever

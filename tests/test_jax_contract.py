@@ -847,16 +847,50 @@ def test_last_axes_of_all_sizes(size: int, form: str) -> None:
 def test_strict_promotion(dtype: str, form: str) -> None:
     """Nothing is promoted that stock does not promote."""
     x = jnp.linspace(-1, 1, 64, dtype=dtype).reshape(2, 4, 4, 2)
-    vector = jnp.ones(2, dtype)
+    vector, running = jnp.ones(2, dtype), (jnp.zeros(2, dtype), jnp.ones(2, dtype))
 
     def net(x: Any, vector: Any) -> Any:
         y = F.relu(F.max_pool(x, (2, 2), (2, 2)))
         y = F.dropout(y, 0.5, jax.random.key(0))
+        y, *_ = F.batch_norm(y, *running, vector, vector, use_running_average=True)
         return F.conv(y, jnp.ones((1, 1, 2, 2), dtype), vector).sum()
 
     with jax.numpy_dtype_promotion("strict"), function.using(form):
         grads = jax.jit(jax.grad(net, (0, 1)))(x, vector)
     assert [g.dtype for g in grads] == [dtype, dtype]
+
+
+ARRAY_OPTIONS: dict[str, Callable[[Any, Any], Any]] = {
+    "layer_norm": lambda x, one: F.layer_norm(x, epsilon=1e-2 * one),
+    "group_norm": lambda x, one: F.group_norm(x, num_groups=2, epsilon=1e-2 * one),
+    "rms_norm": lambda x, one: F.rms_norm(x, epsilon=1e-2 * one),
+    "batch_norm": lambda x, one: F.batch_norm(
+        x, None, None, use_running_average=False, epsilon=1e-2 * one
+    )[0],
+    "dropout": lambda x, one: F.dropout(x, 0.5 * one, jax.random.key(0)),
+}
+
+
+@every_form
+@pytest.mark.parametrize("call", ARRAY_OPTIONS.values(), ids=ARRAY_OPTIONS)
+def test_options_that_are_arrays(call: Callable[[Any, Any], Any], form: str) -> None:
+    """It is stock then, and has its gradients."""
+    x = jnp.linspace(-1.0, 2.0, 32).reshape(4, 8)
+
+    def gradient(one: Any) -> Any:
+        return jax.grad(lambda x: (call(x, one) ** 2).sum())(x)
+
+    with function.using(form):
+        assert_close(gradient(jnp.array(1.0)), gradient(1.0))
+
+
+def test_sums_of_gradients_in_8_bits() -> None:
+    """Max pooling adds them up in more: 2 + 1/8 is 2 in these 8 bits, but 2 + 4/8 is not."""
+    x = jnp.zeros((1, 9, 1), jnp.float8_e4m3fn).at[0, 4].set(1)
+    pool = lambda x: F.max_pool(x, (5,), (1,))  # noqa: E731
+    g = jnp.array([2, *[1 / 8] * 4], jnp.float8_e4m3fn).reshape(1, 5, 1)
+    (dx,) = jax.vjp(pool, x)[1](g)
+    assert dx[0, 4, 0] == jnp.float8_e4m3fn(2.5)
 
 
 @every_row_and_form

@@ -111,6 +111,15 @@ def test_unpacked_tensors_share_no_memory(case: Bits) -> None:
     assert unpack(packed, case.like, 1.0, torch.float32).equal(expected)
 
 
+def test_gradients_that_are_lazily_negated() -> None:
+    """As of ``imag`` of a conjugate: their memory may not be read as it is."""
+    g = torch.arange(-4.0, 4)
+    packed, like = pack(g > -2, Like.of(g)), Like.of(g)
+    expected = torch.where(g > -2, g, 0.0)
+    for kernel in (kernels.select, reference.select):
+        assert kernel(torch._neg_view(-g), packed, like).equal(expected)
+
+
 @given(bits(), st.sampled_from([*ONES]))
 def test_traced_variants_agree(case: Bits, dtype: torch.dtype) -> None:
     """Their bytes hold the bits of other elements, and are as few."""

@@ -217,6 +217,19 @@ def test_compiles_and_exports(name: str) -> None:
     same(torch.export.export(ours, (x,)).module()(x), stock(x))
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@every_drop_in
+def test_two_in_one_graph_of_any_sizes(drop_in: type[nn.Module]) -> None:
+    """As of layers of the table: see ``helpers.two_in_one_graph``."""
+    stock, x = build(drop_in)
+    stock.eval()
+    want(stock, x, {"input"})
+    one, other = (converted(stock, drop_in) for _ in range(2))
+    torch._dynamo.reset()
+    both = torch.compile(lambda x: one(x) + other(x), fullgraph=True, backend="eager", dynamic=True)
+    same(helpers.step(both, x), helpers.step(lambda x: stock(x) + stock(x), x))
+
+
 SMOOTH = ("Swish", "QuickGELU", "Mish", "HardSwish", "HardMish", "HardSigmoid")
 
 

@@ -8,9 +8,10 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
+import helpers
 import pytest
 import torch
-from helpers import kept, same, step
+from helpers import kept, ours, same, step, stock
 from properties import DERIVATIVES, PROPERTIES
 from strategies import accepted, label, wanted
 from test_properties import holds_for
@@ -467,11 +468,18 @@ def test_tracers_see_the_stock_layer(part: str) -> None:
         same(other(x), y, rtol=1e-5, atol=1e-6)
 
 
-def test_compiles_as_a_whole() -> None:
-    net = memsave.convert(model("llama"))
+@pytest.mark.parametrize("row", ROWS, ids=label)
+def test_two_in_one_graph_of_any_sizes(row: Any) -> None:
+    same(helpers.two_in_one_graph(ours(row), row), helpers.two_in_one_graph(stock(row), row))
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma"])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiles_as_a_whole(name: str, dynamic: bool) -> None:
+    net = memsave.convert(model(name))
     expected = gradients(net)
     torch._dynamo.reset()
-    compiled = torch.compile(net, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(net, fullgraph=True, backend="aot_eager", dynamic=dynamic)
     net.zero_grad()
     value = loss(compiled)
     value.backward()

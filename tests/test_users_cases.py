@@ -754,3 +754,21 @@ def test_large_and_small_weights_of_a_norm_from_its_output(size: float) -> None:
         torch.testing.assert_close(
             found.double() / exact, torch.ones(8).double(), rtol=1e-4, atol=0
         )
+
+
+def test_calls_of_one_convolution_under_autocast_share_its_narrow_weight() -> None:
+    """Also where the padding is uneven, and the rule would make a copy at each call."""
+    x = torch.randn(1, 16, 4, 4, requires_grad=True)
+    stock = nn.Conv2d(16, 16, 4, padding="same")
+    results = []
+    for conv in (stock, memsave.convert(copy.deepcopy(stock))):
+
+        def run(conv: nn.Module = conv) -> Tensor:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return conv(conv(conv(x)))
+
+        size = helpers.kept(run, [*conv.parameters()])
+        results.append((size, [*torch.autograd.grad(run().sum(), [x, *conv.parameters()])]))
+    (most, expected), (size, grads) = results
+    assert size <= most
+    same(grads, expected, rtol=2**-6, atol=0.05)

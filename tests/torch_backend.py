@@ -86,14 +86,15 @@ class Torch:
         >>> weight = weight.to(memory_format=torch.channels_last_3d)
         >>> F.conv3d(torch.ones(1, 6, 6, 6, 1, dtype=torch.bfloat16), weight, None, 2, 1, 2)
         """
-        if case.layout == "channels_last" and "num_groups" in case.options and "x" not in case.wrt:
+        channels_last = case.layout in ("channels_last", "sliced")
+        if channels_last and "num_groups" in case.options and "x" not in case.wrt:
             # group_norm in channels_last_3d does without the gradient of x:
             # >>> x = torch.ones(3, 4, 3, 3, 3).to(memory_format=torch.channels_last_3d)
             # >>> weight = torch.ones(4, requires_grad=True)
             # >>> F.group_norm(x, 1, weight, torch.zeros(4)).sum().backward()
             return True
         return (
-            case.layout == "channels_last"
+            channels_last
             and "bfloat16" in case.dtypes.values()
             and any(shape and len(shape) == 5 and 1 in shape[2:] for shape in case.shapes.values())
         )
@@ -314,6 +315,9 @@ def _laid_out(tensor: Tensor, layout: str) -> Tensor:
     """A copy with the layout, where its number of axes allows."""
     if layout == "channels_last" and tensor.ndim in CHANNELS_LAST:
         return tensor.clone(memory_format=CHANNELS_LAST[tensor.ndim])
+    if layout == "sliced" and tensor.ndim in CHANNELS_LAST:
+        both = torch.cat([tensor, tensor], 1).contiguous(memory_format=CHANNELS_LAST[tensor.ndim])
+        return both[:, : tensor.shape[1]]
     if layout == "transposed" and tensor.ndim > 1:
         return tensor.mT.clone(memory_format=torch.contiguous_format).mT
     if layout == "strided":

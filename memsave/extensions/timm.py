@@ -22,7 +22,7 @@ from torch import Tensor, fx, nn
 from .. import functional, spec
 from ..layers import group_norm, norm
 from ..layers.curve import define_curve
-from ..layers.gated import PRODUCTS, gated, swish_gradient
+from ..layers.gated import PRODUCTS, gated, quick_gelu_gradient, silu_gradient
 from ..layers.module import Class, as_stock, drop_in
 from ..spec import Layer
 
@@ -193,8 +193,8 @@ def _of_input(stock: Class, gradient: Callable[[Tensor, Tensor], Tensor]) -> Non
 
 
 for _name, _gradient in {
-    "Swish": swish_gradient,
-    "QuickGELU": partial(swish_gradient, rate=1.702),
+    "Swish": silu_gradient,
+    "QuickGELU": quick_gelu_gradient,
     "Mish": _mish_gradient,
     "HardSwish": _hard_swish_gradient,
     "HardMish": _hard_mish_gradient,

@@ -32,8 +32,8 @@ from ..layers.gated import (
     gated,
     geglu,
     gelu_gradient,
+    quick_gelu_gradient,
     swiglu,
-    swish_gradient,
 )
 from ..layers.module import Class, as_stock, derive, recogniser
 from ..layers.norm_gradients import Gs, from_input
@@ -64,8 +64,11 @@ def _renamed(row: Layer, name: str) -> Layer:
 def _formula(name: str, act: nn.Module, gradient: Callable[[Tensor, Tensor], Tensor]) -> Formula:
     row, product = _renamed(spec.SILU, name), _renamed(spec.SWIGLU, f"gated_{name}")
     forward = act.forward  # not the module, which hooks may see
+    # (Of operations on each element, inductor keeps the input alone by itself.)
     return Formula(
-        row, define_curve(row, forward, gradient), define_gated(product, forward, gradient)
+        row,
+        define_curve(row, forward, gradient, compiled=False),
+        define_gated(product, forward, gradient, compiled=False),
     )
 
 
@@ -84,7 +87,7 @@ _by_tanh = partial(gelu_gradient, approximate="tanh")
 PYTHON: dict[Class, Formula] = {
     type(act): _formula(name, act, gradient)
     for name, act, gradient in (
-        ("quick_gelu", activations.QuickGELUActivation(), partial(swish_gradient, rate=1.702)),
+        ("quick_gelu", activations.QuickGELUActivation(), quick_gelu_gradient),
         ("new_gelu", activations.NewGELUActivation(), _by_tanh),
         ("fast_gelu", activations.FastGELUActivation(), _fast_gelu_gradient),
         ("accurate_gelu", activations.AccurateGELUActivation(), _by_tanh),
@@ -154,7 +157,7 @@ def _gemma(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor
     return (xhat if weight is None else xhat * (1.0 + weight.to(xhat.dtype))).to(x.dtype), rstd
 
 
-def _norm(name: str, formula: Norm, shift: float = 0.0) -> tuple[Layer, Callable[..., Tensor]]:
+def _norm(name: str, formula: Norm, shift: int = 0) -> tuple[Layer, Callable[..., Tensor]]:
     row = _renamed(spec.RMS_NORM, name)
 
     def primal(x: Tensor, weight: Tensor | None, *, eps: float) -> Tensor:
@@ -176,7 +179,7 @@ NORMS = (
     _norm("llama_rms_norm", _llama),
     _norm("t5_layer_norm", _t5),
     _norm("olmo_rms_norm", _olmo),
-    _norm("gemma_rms_norm", _gemma, shift=1.0),
+    _norm("gemma_rms_norm", _gemma, shift=1),
 )
 NARROW = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -128,7 +128,7 @@ def select(g: Tensor, bits: Tensor, like: Like, factor: float | None = None) -> 
     """
     integer = INTEGERS[g.itemsize]
     ones = unpack(bits, like, -1, integer)
-    selected = ones.bitwise_and_(g.view(integer)).view(g.dtype)
+    selected = ones.bitwise_and_(g.resolve_neg().view(integer)).view(g.dtype)
     return selected if factor is None else selected.mul_(factor)
 
 

@@ -23,8 +23,10 @@ from ..kernels.reference import Like
 from ..spec import Layer
 from .module import drop_in
 
-#: As torch has it, for float64 too.
-ONE_SIXTH = torch.tensor(1 / 6, dtype=torch.float32, device="cpu").item()
+
+def _one_sixth() -> float:
+    """As torch has it, of float32, for float64 too."""
+    return 0.1666666716337204
 
 
 def _mask(bits: Tensor, like: Like | None) -> Tensor:
@@ -139,8 +141,8 @@ _hardsigmoid = _define(
     spec.HARDSIGMOID,
     lambda x, inplace=False: F.hardsigmoid(x, inplace),
     lambda: ("hardsigmoid", -3.0, 3.0),
-    lambda g, bits, like, **_: _select(g, bits, like, ONE_SIXTH),
-    lambda: ("part", ONE_SIXTH),
+    lambda g, bits, like, **_: _select(g, bits, like, _one_sixth()),
+    lambda: ("part", _one_sixth()),
 )
 _hardshrink = _define(
     spec.HARDSHRINK,
@@ -285,7 +287,8 @@ def prelu(input: Tensor, weight: Tensor) -> Tensor:
         input: ``(n, c, *)``, or any shape for a single weight.
         weight: ``(1,)`` or ``(c,)``.
     """
-    return (_prelu_from_input if weight.requires_grad else _prelu)(input, weight)
+    wants_weight = getattr(weight, "requires_grad", False)  # (what is no tensor is stock's error)
+    return (_prelu_from_input if wants_weight else _prelu)(input, weight)
 
 
 @drop_in(spec.RELU)

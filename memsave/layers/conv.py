@@ -429,6 +429,10 @@ def _conv_forward(self: Any, input: Tensor, weight: Tensor, bias: Tensor | None)
         # Autocast pads, and adds up the gradients of what was copied, before it rounds.
         if [*pads] != own or amp_enabled(input.device.type):
             input, padding, mode = F.pad(input, pads, mode=mode), 0, "zeros"
+    elif padding == "same" and weight.requires_grad and amp_enabled(input.device.type):
+        # Autocast has one narrow copy of the weight for all calls, which the rule cannot ask for.
+        stock = CONV[len(self.kernel_size)]
+        return stock(input, weight, bias, self.stride, padding, self.dilation, self.groups)
     return _CONV[len(self.kernel_size)](
         input,
         weight,

@@ -20,19 +20,19 @@ from ..function import Grads, Mask, Saved, Shapes, define
 from ..spec import Layer
 from .module import as_stock, drop_in
 
-#: Of SELU: https://arxiv.org/abs/1706.02515.
-SELU_ALPHA, SELU_SCALE = 1.6732632423543772848170429916717, 1.0507009873554804934193349852946
-
 
 def define_curve(
     row: Layer,
     primal: Callable[..., Tensor],
     gradient: Callable[..., Tensor],
     node: Callable[..., tuple[float, ...]] | None = None,
+    *,
+    compiled: bool = True,
 ) -> Callable[..., Tensor]:
     """The rule of a row that reads one array: ``gradient(g, array, **options)``.
 
     Args:
+        compiled: As in :func:`memsave.function.define`.
         node: ``node(**options)``: the numbers of :func:`memsave.kernels.nodes.curve`, if that has
             the row.
     """
@@ -47,7 +47,8 @@ def define_curve(
         assert node is not None
         return None if inplace else kernels.nodes.curve(name, x, *node(**options))
 
-    return define(row, primal, bwd, shapes=(), node=None if node is None else by_node)
+    own = None if node is None else by_node
+    return define(row, primal, bwd, shapes=(), node=own, compiled=compiled)
 
 
 def _elu(x: Tensor, *, alpha: float, inplace: bool = False) -> Tensor:
@@ -56,6 +57,11 @@ def _elu(x: Tensor, *, alpha: float, inplace: bool = False) -> Tensor:
 
 def _celu(x: Tensor, *, alpha: float, inplace: bool = False) -> Tensor:
     return F.celu(x, alpha, inplace)
+
+
+def _selu_numbers() -> tuple[float, float, float]:
+    """Alpha and scale, of https://arxiv.org/abs/1706.02515, and as third the scale of the input."""
+    return 1.6732632423543772848170429916717, 1.0507009873554804934193349852946, 1
 
 
 def _selu(x: Tensor, *, inplace: bool = False) -> Tensor:
@@ -120,8 +126,8 @@ _celu_from_output = define_curve(
 _selu_from_output = define_curve(
     spec.SELU_FROM_OUTPUT,
     _selu,
-    lambda g, y, **_: torch.ops.aten.elu_backward(g, SELU_ALPHA, SELU_SCALE, 1, True, y),
-    lambda: (SELU_ALPHA, SELU_SCALE, 1),
+    lambda g, y, **_: torch.ops.aten.elu_backward(g, *_selu_numbers(), True, y),
+    _selu_numbers,
 )
 _softplus_from_output = define_curve(
     spec.SOFTPLUS_FROM_OUTPUT,

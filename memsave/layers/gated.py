@@ -20,7 +20,11 @@ Product = Callable[[Tensor, Tensor], Tensor]
 
 
 def define_gated(
-    row: Layer, activation: Callable[..., Tensor], gradient: Callable[..., Tensor]
+    row: Layer,
+    activation: Callable[..., Tensor],
+    gradient: Callable[..., Tensor],
+    *,
+    compiled: bool = True,
 ) -> Callable[..., Tensor]:
     """The differentiable function of a gated product.
 
@@ -28,6 +32,7 @@ def define_gated(
         row: Its row.
         activation: ``activation(gate, **options)``: the stock op.
         gradient: ``gradient(g, gate, **options)``: the gradient of the gate through it.
+        compiled: As in :func:`memsave.function.define`.
 
     Returns:
         A function of ``gate``, ``up`` and the options. Where the two are not of one shape and
@@ -45,7 +50,7 @@ def define_gated(
             grads["up"] = g * activation(gate, **options)
         return grads
 
-    product = define(row, primal, bwd)
+    product = define(row, primal, bwd, compiled=compiled)
 
     def gated(gate: Tensor, up: Tensor, **options: Any) -> Tensor:
         if is_traced(gate) or gate.shape != up.shape or gate.dtype != up.dtype:
@@ -55,7 +60,7 @@ def define_gated(
     return gated
 
 
-def swish_gradient(g: Tensor, x: Tensor, *, rate: float = 1.0) -> Tensor:
+def _swish_gradient(g: Tensor, x: Tensor, rate: float) -> Tensor:
     """The gradient of ``x`` through ``x * sigmoid(rate * x)``."""
     if rate == 1.0 and not torch.is_grad_enabled():
         return torch.ops.aten.silu_backward(g, x)  # which has no derivative
@@ -63,12 +68,22 @@ def swish_gradient(g: Tensor, x: Tensor, *, rate: float = 1.0) -> Tensor:
     return g * rising * (1 + rate * x * (1 - rising))
 
 
+def silu_gradient(g: Tensor, x: Tensor) -> Tensor:
+    """The gradient of ``x`` through SiLU."""
+    return _swish_gradient(g, x, 1.0)
+
+
+def quick_gelu_gradient(g: Tensor, x: Tensor) -> Tensor:
+    """The gradient of ``x`` through ``x * sigmoid(1.702 * x)``."""
+    return _swish_gradient(g, x, 1.702)
+
+
 def gelu_gradient(g: Tensor, x: Tensor, *, approximate: str) -> Tensor:
     """The gradient of ``x`` through GELU."""
     return torch.ops.aten.gelu_backward(g, x, approximate=approximate)
 
 
-_swiglu = define_gated(spec.SWIGLU, F.silu, swish_gradient)
+_swiglu = define_gated(spec.SWIGLU, F.silu, silu_gradient)
 _geglu = define_gated(spec.GEGLU, F.gelu, gelu_gradient)
 
 

@@ -61,8 +61,7 @@ def _group_fwd(
         return y, {"mean": empty, "rstd": empty.clone()}
     n, c, places = x.shape[0], x.shape[1], math.prod(x.shape[2:])
     # The kernel takes these for granted.
-    if _memory_format(x) is None:
-        x = x.contiguous()
+    x = x.contiguous(memory_format=_memory_format(x))
     weight, bias = (None if v is None else v.contiguous() for v in (weight, bias))
     y, mean, rstd = torch.native_group_norm(x, weight, bias, n, c, places, num_groups, eps)
     return y, {"mean": mean, "rstd": rstd}
@@ -72,27 +71,27 @@ def _group_fwd(
 CHANNELS_FIRST = {"cuda", "xpu", "mps"}
 
 
-def _memory_format(x: Tensor) -> torch.memory_format | None:
-    """The format that stores the channels last, if the kernel knows it and the tensor has it."""
-    last = FORMATS.get(x.ndim) if x.device.type not in CHANNELS_FIRST else None
-    # Strides may tell neither, as of a batch of one: the kernel goes by what torch suggests.
+def _memory_format(x: Tensor) -> torch.memory_format:
+    """The format in which the kernel takes a tensor (and stock makes a copy, if it is in none)."""
+    if x.ndim not in FORMATS or x.device.type in CHANNELS_FIRST:
+        return torch.contiguous_format
+    if not is_dynamo_compiling():
+        return suggest_memory_format(x)
     # (torch.compile has no such kernel, nor knows that function.)
-    is_last = last is not None and x.is_contiguous(memory_format=last)
-    if is_last and (is_dynamo_compiling() or suggest_memory_format(x) is last):
-        return last
-    return torch.contiguous_format if x.is_contiguous() else None
+    last = FORMATS[x.ndim]
+    return last if x.is_contiguous(memory_format=last) else torch.contiguous_format
 
 
 #: Places of an image.
 MANY_PLACES = 2048
 
 
-def _crashes_without_x(x: Tensor, last: torch.memory_format | None) -> bool:
+def _crashes_without_x(x: Tensor, memory_format: torch.memory_format) -> bool:
     """Whether stock's kernel does so, in torch 2.13, if it is asked for gradients of parameters
     alone: with channels that are last and few places.
     """
-    has_last = last is not None and last is not torch.contiguous_format and x.is_cpu
-    return has_last and x.shape[2:].numel() < MANY_PLACES
+    is_last = memory_format is not torch.contiguous_format and x.is_cpu
+    return is_last and x.shape[2:].numel() < MANY_PLACES
 
 
 def _group_bwd(
@@ -111,13 +110,12 @@ def _group_bwd_at_once(
     g: Tensor, wrt: Mask, saved: Saved, shapes: Shapes, num_groups: int
 ) -> Grads:
     """By stock's kernel, whose own derivative does not know that the statistics depend on x."""
-    x, last = saved["x"], None
+    x, memory_format = saved["x"], torch.contiguous_format
     if not is_dynamo_compiling():
-        last = _memory_format(x)
+        memory_format = _memory_format(x)
     # (The compiler cannot ask what is saved for its layout.)
     elif g.device.type not in CHANNELS_FIRST:
-        last = last_format(shapes["x"])  # type: ignore[arg-type]
-    memory_format = last or torch.contiguous_format
+        memory_format = last_format(shapes["x"]) or memory_format  # type: ignore[arg-type]
     weight = weight_or_ones(saved["weight"] if "x" in wrt else None, g, shapes)
     n, c, *s = x.shape
     names = ("x", "weight", "bias")
@@ -131,7 +129,7 @@ def _group_bwd_at_once(
         c,
         math.prod(s),
         num_groups,
-        ["x" in wrt or _crashes_without_x(x, last), "weight" in wrt, "bias" in wrt],
+        ["x" in wrt or _crashes_without_x(x, memory_format), "weight" in wrt, "bias" in wrt],
     )
     return {name: grad for name, grad in zip(names, grads, strict=True) if name in wrt}
 
@@ -378,8 +376,8 @@ class GroupNorm(nn.GroupNorm):
             input.is_contiguous()
             or (
                 not _are_functorch_transforms_active()
-                and (last := _memory_format(input)) is not None
-                and (input.requires_grad or not _crashes_without_x(input, last))
+                and input.is_contiguous(memory_format=(taken := _memory_format(input)))
+                and (input.requires_grad or not _crashes_without_x(input, taken))
             )
         ):
             return F.group_norm(input, self.num_groups, *own, self.eps)

@@ -181,7 +181,9 @@ def cross_entropy(
     layer = _cross_entropy_of_probabilities if target.is_floating_point() else _cross_entropy
     if not _is_constant(target) or not _is_constant(weight):
         layer = _primal
-    one = input.ndim == 1
+    if not label_smoothing > 0:
+        label_smoothing = 0.0  # as stock takes what is negative
+    one = input.ndim == 1 and (target.ndim == 0 or target.is_floating_point())
     loss = layer(
         input[None] if one else input,
         target[None] if one else target,

@@ -81,7 +81,7 @@ def by_kernel(
     groups: int | None,
     kept: str,
     centered: bool,
-    shift: float = 0.0,
+    shift: int = 0,
 ) -> Grads | None:
     """By a kernel, if there is one, of which no derivative is asked."""
     if not in_one_pass(gs, wrt):
@@ -94,7 +94,7 @@ def by_kernel(
         saved["rstd"] if "x" in wrt or not of_output else None,
         saved["weight"] if "x" in wrt or of_output else None,
         saved["bias"] if centered and of_output else None,
-        shift,
+        float(shift),
         of_output,
         centered,
         groups,
@@ -148,7 +148,7 @@ def from_input(
     groups: int | None,
     *,
     centered: bool = True,
-    shift: float = 0.0,
+    shift: int = 0,
 ) -> Grads:
     """All gradients by ``xhat = (x - mean) * rstd``.
 

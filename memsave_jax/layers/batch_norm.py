@@ -133,7 +133,7 @@ def _primal_train(*args: Array | None, **options: Any) -> tuple[Array, Array, Ar
 
 def wide(array: Array) -> Array:
     """In the dtype of statistics and sums: at least float32."""
-    return array.astype(jnp.promote_types(array.dtype, jnp.float32))
+    return array.astype(jnp.float32) if array.dtype.itemsize < 4 else array
 
 
 def is_clipped(rstd: Array, eps: float) -> Array:
@@ -158,11 +158,11 @@ def _bwd_eval(
     grads = {}
     if "x" in wrt:
         scale = lax.rsqrt(wide(saved["running_var"]) + eps)
-        scale = scale if saved["weight"] is None else scale * saved["weight"]
+        scale = scale if saved["weight"] is None else scale * wide(saved["weight"])
         grads["x"] = g * axes.spread(scale)
     if "weight" in wrt:
         rstd = lax.rsqrt(wide(saved["running_var"]) + eps)
-        centered = saved["x"] - axes.spread(saved["running_mean"])
+        centered = wide(saved["x"]) - axes.spread(wide(saved["running_mean"]))
         grads["weight"] = ((g * centered).sum(axes.reduced) * rstd).reshape(shapes["weight"].shape)
     if "bias" in wrt:
         grads["bias"] = g.sum(axes.reduced).reshape(shapes["bias"].shape)

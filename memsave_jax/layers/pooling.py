@@ -179,6 +179,8 @@ def _bwd(dims: int, g: Array, wrt: Mask, saved: Saved, shapes: Shapes, **options
         return {"x": jnp.zeros(inputs, g.dtype) + g.sum()}  # which is zero, and linear in g
     window = window_of(dims, inputs, **options)
     scatter = _scatter if math.prod(window.kernel) <= FEW else _scatter_many
+    if g.dtype.itemsize == 1:  # in which a sum would have no digits left
+        g = g.astype(jnp.float32)
     return {"x": scatter(g, saved["offsets"], inputs, window)}
 
 

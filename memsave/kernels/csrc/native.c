@@ -12,6 +12,8 @@
 #error "Bits are read and written as integers whose first byte is the lowest."
 #endif
 
+#include <float.h>
+#include <math.h>
 #include <stdlib.h>
 
 #include "native/activation.h"
@@ -93,6 +95,11 @@ static int is_number(PyObject *object, double *number) {
     return *number != -1 || !PyErr_Occurred() || (PyErr_Clear(), 0);
 }
 
+/* Of which torch says that it cannot be converted without overflow. (64 bits take any.) */
+static int is_beyond(double number, int bits) {
+    return bits < 64 && isfinite(number) && fabs(number) > FLT_MAX;
+}
+
 /* What there is to do with a tensor: 1 if it can be done here, else 0, or -1 with an error. */
 typedef struct {
     Loop *loop;
@@ -105,6 +112,7 @@ static int begin(Pass *pass, size family, PyObject *x, PyObject *stride, PyObjec
     const int is_plain = look_at(x, &array, &pass->elements);
     if (is_plain <= 0) return is_plain;
     if (!is_number(a, &pass->arrays.a) || !is_number(b, &pass->arrays.b)) return 0;
+    if (is_beyond(pass->arrays.a, array.bits) || is_beyond(pass->arrays.b, array.bits)) return 0;
     pass->loop = loop_of(family, &array);
     const int any_order = !stride || stride == Py_None;
     if (!pass->loop || (!any_order && !is_stored_as(&array, stride))) return 0;

@@ -101,6 +101,7 @@ PyObject *max_pool(PyObject *, PyObject *const *args, Py_ssize_t count) {
     made.call["window"] = at::IntArrayRef((const int64_t *)&window, SIZES);
     made.call["shape"] = x->sizes();
     made.call["dims"] = dims;
+    made.call["format"] = (int64_t)*format;
     return layer(args[0], *x, max_pool_backward, made);
     END_HANDLE_TH_ERRORS
 }
@@ -202,9 +203,7 @@ Tensor max_pool_backward(AutogradContext *ctx, const Tensor &g) {
     const auto sizes = ctx->saved_data.at("window").toDimVector();
     Window window;
     std::copy(sizes.begin(), sizes.end(), (ptrdiff_t *)&window);
-    const auto format = offsets.is_contiguous() ? at::MemoryFormat::Contiguous
-                        : dims == 2             ? at::MemoryFormat::ChannelsLast
-                                                : at::MemoryFormat::ChannelsLast3d;
+    const auto format = format_in(ctx);
     const int64_t channels = format == at::MemoryFormat::Contiguous ? 1 : offsets.size(1);
     const Kernel *kernel = nullptr;
     bool fast = is_beside(offsets, g) && offsets.scalar_type() == at::kByte && offsets.sizes() == g.sizes() &&
