@@ -248,6 +248,8 @@ def two_in_one_graph(layer: Callable[..., Any], row: Layer) -> list[Tensor]:
     """The outcome of two calls that ``torch.compile`` puts into one graph, for any sizes: there it
     takes numbers that it finds in variables for symbols, which two autograd functions cannot share.
     """
+    if torch.__version__ < "2.13":
+        pytest.skip("torch 2.11 writes a wrong program where a function that is passed has numbers")
     chosen = options(row)
 
     def both(*args: Tensor) -> Tensor:

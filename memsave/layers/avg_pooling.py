@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._prims_common import make_contiguous_strides_for
 
 from .. import kernels, spec
 from .._context import is_final
@@ -77,7 +76,10 @@ def _bwd(
         return {"x": by_shape(backward, g, like, *windows, *rest)}
     # (These are stored in torch's default format, as stock's.)
     shape = like.shape if dims == 3 else [*like.shape[:-1], 1, like.shape[-1]]
-    like = Like(torch.Size(shape), make_contiguous_strides_for(shape), like.dtype)
+    stride = [1]
+    for size in reversed(shape[1:]):
+        stride.insert(0, size * stride[0])
+    like = Like(torch.Size(shape), tuple(stride), like.dtype)
     dx = by_shape(backward, g if dims == 3 else g.unsqueeze(-2), like, *windows, *rest)
     return {"x": dx if dims == 3 else dx.squeeze(-2)}
 
