@@ -220,7 +220,7 @@ def test_compiles_and_exports(name: str) -> None:
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @every_drop_in
 def test_two_in_one_graph_of_any_sizes(drop_in: type[nn.Module]) -> None:
-    """As of layers of the table: see ``helpers.two_in_one_graph``."""
+    """As of layers of the table: see ``helpers.check_two_in_one_graph``."""
     stock, x = build(drop_in)
     stock.eval()
     want(stock, x, {"input"})

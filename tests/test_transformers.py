@@ -11,7 +11,7 @@ from typing import Any
 import helpers
 import pytest
 import torch
-from helpers import kept, ours, same, step, stock
+from helpers import kept, same, step
 from properties import DERIVATIVES, PROPERTIES
 from strategies import accepted, label, wanted
 from test_properties import holds_for
@@ -468,9 +468,9 @@ def test_tracers_see_the_stock_layer(part: str) -> None:
         same(other(x), y, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("row", ROWS, ids=label)
+@pytest.mark.parametrize("row", helpers.compiled_rows(ROWS), ids=label)
 def test_two_in_one_graph_of_any_sizes(row: Any) -> None:
-    same(helpers.two_in_one_graph(ours(row), row), helpers.two_in_one_graph(stock(row), row))
+    helpers.check_two_in_one_graph(row)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma"])
