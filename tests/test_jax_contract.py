@@ -888,7 +888,7 @@ def test_sums_of_gradients_in_8_bits() -> None:
     """Max pooling adds them up in more: 2 + 1/8 is 2 in these 8 bits, but 2 + 4/8 is not."""
     x = jnp.zeros((1, 9, 1), jnp.float8_e4m3fn).at[0, 4].set(1)
     pool = lambda x: F.max_pool(x, (5,), (1,))  # noqa: E731
-    g = jnp.array([2, *[1 / 8] * 4], jnp.float8_e4m3fn).reshape(1, 5, 1)
+    g = jnp.array([*[1 / 8] * 4, 2], jnp.float8_e4m3fn).reshape(1, 5, 1)
     (dx,) = jax.vjp(pool, x)[1](g)
     assert dx[0, 4, 0] == jnp.float8_e4m3fn(2.5)
 
