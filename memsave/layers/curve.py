@@ -32,9 +32,9 @@ def define_curve(
     """The rule of a row that reads one array: ``gradient(g, array, **options)``.
 
     Args:
-        compiled: As in :func:`memsave.function.define`.
         node: ``node(**options)``: the numbers of :func:`memsave.kernels.nodes.curve`, if that has
             the row.
+        compiled: As in :func:`memsave.function.define`.
     """
     ((residual,),) = row.reads.values()
 

@@ -62,14 +62,14 @@ def define_gated(
 
 def _swish_gradient(g: Tensor, x: Tensor, rate: float) -> Tensor:
     """The gradient of ``x`` through ``x * sigmoid(rate * x)``."""
-    if rate == 1.0 and not torch.is_grad_enabled():
-        return torch.ops.aten.silu_backward(g, x)  # which has no derivative
     rising = torch.sigmoid(rate * x)
     return g * rising * (1 + rate * x * (1 - rising))
 
 
 def silu_gradient(g: Tensor, x: Tensor) -> Tensor:
     """The gradient of ``x`` through SiLU."""
+    if not torch.is_grad_enabled():
+        return torch.ops.aten.silu_backward(g, x)  # which has no derivative
     return _swish_gradient(g, x, 1.0)
 
 
