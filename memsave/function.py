@@ -214,7 +214,9 @@ def differentiable(rule: Rule) -> Callable[..., Any]:
         if compiling:
             options = {name: _settled(option) for name, option in options.items()}
         elif not _PLAIN.issuperset(map(type, options.values())):
-            options = {name: _plain(option) for name, option in options.items()}
+            given, options = options, {name: _plain(option) for name, option in options.items()}
+            if not _PLAIN.issuperset(map(type, options.values())):
+                return primal(*args, **given)  # which says what it is not
         plan = plans[wanted]
         if plan.is_stock and not (unless is not None and unless(**options)):
             y = primal(*args, **options)
@@ -403,10 +405,11 @@ def _plain(option: Any) -> Any:
     """A number of another library, or in a tensor, as Python's; a list, which its owner may change
     before backward, as a tuple.
     """
-    if type(option) is list:
+    if isinstance(option, list | tuple):
         return tuple(option)
-    is_number = isinstance(option, Number | Tensor)
-    return getattr(option, "item", lambda: option)() if is_number else option
+    if isinstance(option, Tensor):
+        return option if option.ndim or option.requires_grad else option.item()
+    return getattr(option, "item", lambda: option)() if isinstance(option, Number) else option
 
 
 def _settled(option: Any) -> Any:

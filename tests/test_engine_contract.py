@@ -6,7 +6,9 @@ stock op. Every test but the last few runs over the rows of the table.
 """
 
 import contextlib
+import inspect
 import itertools
+import math
 import pickle
 import tempfile
 from collections.abc import Callable
@@ -789,6 +791,55 @@ def test_errors_of_functions_are_stock_errors(call: Callable[[Any, Tensor], Tens
     expected, actual = (helpers.attempt(call, f, x) for f in (nn.functional, memsave.functional))
     assert isinstance(expected, type)
     assert actual is expected
+
+
+OF_OTHER_TYPES = [
+    *(None, 0, 1, 1.5, "sum", [1], (2,), (6.0,), [[2]], {}, object(), math.inf),
+    *(torch.tensor([2]), torch.tensor(0.5, requires_grad=True)),
+]
+#: Which Python takes for true or false, in stock too; or which nothing reads (in eval mode).
+LENIENT = {"inplace", "return_indices", "size_average", "reduce", ("batch_norm", "momentum")}
+
+
+def _arguments(name: str) -> dict[str, Any]:
+    """Enough to call a function of torch's."""
+    dims = next((int(letter) for letter in name if letter.isdigit()), 2)
+    x = torch.randn(2, 4, *[6] * dims, requires_grad=True)
+    special: dict[str, dict[str, Any]] = {
+        "linear": {"weight": torch.randn(3, 6)},
+        "prelu": {"weight": torch.tensor([0.25])},
+        "layer_norm": {"normalized_shape": (6,)},
+        "rms_norm": {"normalized_shape": (6,)},
+        "group_norm": {"num_groups": 2},
+        "batch_norm": {"running_mean": torch.zeros(4), "running_var": torch.ones(4)},
+        "threshold": {"threshold": 0.1, "value": 0.2},
+        "pad": {"pad": (1, 1, 1, 1), "mode": "reflect"},
+        "cross_entropy": {"target": torch.randint(4, (2, 6, 6))},
+        "embedding": {"input": torch.tensor([1, 3]), "weight": torch.randn(4, 2).requires_grad_()},
+    }
+    required = special.get(name, {})
+    if name.startswith("conv"):
+        required = {"weight": torch.randn(4, 4, *[2] * dims)}
+    elif "pool" in name:
+        required = {"output_size" if name.startswith("adaptive") else "kernel_size": 2}
+    return {"input": x, **required}
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in memsave.functional.__all__ if hasattr(nn.functional, name)]
+)
+def test_what_is_of_another_type_is_refused_as_stock_refuses_it(name: str) -> None:
+    functions = [getattr(module, name) for module in (nn.functional, memsave.functional)]
+    given = _arguments(name)
+    assert isinstance(functions[0](**given), Tensor)
+    for option in inspect.signature(functions[1]).parameters.keys() - {"input"}:
+        if option in LENIENT or (name, option) in LENIENT:
+            continue
+        for value in OF_OTHER_TYPES:
+            wrong = {**given, option: value}
+            expected, actual = (helpers.attempt(function, **wrong) for function in functions)
+            is_refused = isinstance(expected, type)
+            assert (actual is expected) if is_refused else isinstance(actual, Tensor), wrong
 
 
 #: What may not be overwritten, and what it shares its memory with.

@@ -7,6 +7,7 @@ differ. Here it passes.)
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -166,11 +167,11 @@ def _prelu_fwd(wrt: Mask, x: Tensor, weight: Tensor) -> tuple[Tensor, dict[str, 
     return y, {"positive": kernels.compare(x, Like.of(y), "above", 0.0, 0.0)}
 
 
-def _is_number(weight: Tensor) -> bool:
+def _is_number(weight: Tensor | None) -> bool:
     """Whether it is a single one that can be read at once, and torch does not round its products
     otherwise than those of a Python number.
     """
-    if is_dynamo_compiling() or weight.numel() != 1 or weight.ndim > 1:
+    if is_dynamo_compiling() or weight is None or weight.numel() != 1 or weight.ndim > 1:
         return False
     return weight.is_cpu and weight.itemsize >= 4 and has_memory(weight, weight.stride())
 
@@ -252,7 +253,7 @@ def hardtanh(
     input: Tensor, min_val: float = -1.0, max_val: float = 1.0, inplace: bool = False
 ) -> Tensor:
     """As :func:`torch.nn.functional.hardtanh`. Keeps one bit per element."""
-    if min_val > max_val:
+    if not min_val <= max_val:
         return F.hardtanh(input, min_val, max_val, inplace)  # which says why not
     return _hardtanh(input, min_val=min_val, max_val=max_val, inplace=inplace)
 
@@ -274,7 +275,7 @@ def hardshrink(input: Tensor, lambd: float = 0.5) -> Tensor:
 
 def softshrink(input: Tensor, lambd: float = 0.5) -> Tensor:
     """As :func:`torch.nn.functional.softshrink`. Keeps one bit per element."""
-    if not lambd >= 0:
+    if not 0 <= lambd < math.inf:
         return F.softshrink(input, lambd)  # which says why not
     return _softshrink(input, lambd=lambd)
 

@@ -43,10 +43,16 @@ def _primal_train(
 def _fwd_train(
     wrt: Mask, x: Tensor, *args: Tensor | None, momentum: float, eps: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    if x.ndim < 2 or x.shape[0] * x.shape[2:].numel() == 1:
+    is_refused = x.ndim < 2 or x.shape[0] * x.shape[2:].numel() == 1
+    if is_refused or not are_numbers(momentum, eps):
         return _primal_train(x, *args, momentum=momentum, eps=eps), {}  # raises stock's error
     y, mean, rstd = by_batch(x, *args, momentum=momentum, eps=eps)
     return y, {"mean": mean, "rstd": rstd}
+
+
+def are_numbers(*options: Any) -> bool:
+    """Whether stock takes these options for numbers."""
+    return all(isinstance(option, float | int) for option in options)
 
 
 def by_batch(
@@ -217,10 +223,10 @@ def batch_norm(
         running_mean, running_var, weight, bias: ``(c,)`` or ``None``. The running statistics are
             updated in place when training, and may be ``None`` then.
     """
-    is_refused = eps < 0 or (training and eps == 0)
-    if training and not is_refused:
+    if training is True and eps > 0:
         options = {"momentum": momentum, "eps": eps}
         return _batch_norm_train(input, running_mean, running_var, weight, bias, **options)
+    is_refused = training is not False or eps < 0 or momentum is None
     if is_refused or running_mean is None or running_var is None:  # stock's error
         return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
     return _batch_norm_eval(input, running_mean, running_var, weight, bias, eps=eps)

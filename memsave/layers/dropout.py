@@ -244,7 +244,7 @@ def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool 
         input: Any shape and floating dtype; overwritten if ``inplace``.
         p: Probability of an element to be zeroed; a constant factor where it is 0 or 1.
     """
-    if training and 0 < p < 1:
+    if training is True and 0 < p < 1:
         return _dropout(input, p=p, inplace=inplace)
     return F.dropout(input, p, training, inplace)
 
@@ -255,7 +255,7 @@ def alpha_dropout(
     """As :func:`torch.nn.functional.alpha_dropout`, with the same random numbers. Keeps one bit per
     element.
     """
-    if training and 0 < p < 1 and input.numel():
+    if training is True and 0 < p < 1 and input.numel():
         return _alpha_dropout(input, p=p, inplace=inplace)
     return F.alpha_dropout(input, p, training, inplace)
 
@@ -265,7 +265,7 @@ def _dropout_nd(dims: int, stock: Callable[..., Tensor]) -> Callable[..., Tensor
         input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
     ) -> Tensor:
         # (Stock warns of, or reshapes, an input of other dimensions.)
-        if training and 0 < p < 1 and input.ndim == dims + 2 and input.numel():
+        if training is True and 0 < p < 1 and input.ndim == dims + 2 and input.numel():
             return _feature_dropout(input, p=p, inplace=inplace)
         return stock(input, p, training, inplace)
 

@@ -97,7 +97,7 @@ def embedding(
         input: Indices, ``(*)``.
         weight: ``(num_embeddings, embedding_dim)``.
     """
-    if sparse or max_norm is not None:
+    if sparse is not False or max_norm is not None:
         return F.embedding(
             input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse
         )
@@ -116,7 +116,7 @@ class EmbeddingCompact(nn.Embedding):
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        if self.sparse or self.max_norm is not None:
+        if self.sparse is not False or self.max_norm is not None:
             return nn.Embedding.forward(self, input)
         return _embedding_compact(
             self.weight,

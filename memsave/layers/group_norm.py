@@ -21,7 +21,7 @@ from .. import kernels, spec
 from .._context import widened
 from ..function import INPUT, WEIGHT, Grads, Mask, Saved, Shapes, define, for_stock
 from ..kernels.memory import FORMATS
-from .batch_norm import batch_norm, by_batch, weight_or_ones, zeros
+from .batch_norm import are_numbers, batch_norm, by_batch, weight_or_ones, zeros
 from .invertible import is_invertible, tells_its_input
 from .module import drop_in
 from .norm import norm_node, rstd_only
@@ -218,7 +218,8 @@ def _instance_fwd(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     args = (running_mean, running_var, weight, bias)
     one_alone = (running_mean is None) != (running_var is None)
-    if one_alone or x.ndim < 2 or x.shape[2:].numel() < 2 or not x.numel():
+    is_refused = one_alone or x.ndim < 2 or not are_numbers(momentum, eps)
+    if is_refused or x.shape[2:].numel() < 2 or not x.numel():
         y = _instance_primal(x, *args, momentum=momentum, eps=eps)  # or stock's error
         empty = y.new_zeros(x.shape[:2])
         return y, {"mean": empty, "rstd": empty.clone()}
@@ -302,6 +303,8 @@ def _instance_node(
 ) -> Tensor | None:
     if wrt != {"x"} or running_mean is not None or running_var is not None:
         return None
+    if type(momentum) is not float:  # which it does not read, but stock may refuse
+        return None
     as_read = x if x.is_contiguous() else x.new_empty(x.shape)
     if kernels.beats_batch_norm(as_read):  # by a kernel of the rule
         return None
@@ -356,9 +359,11 @@ def instance_norm(
         running_mean, running_var, weight, bias: ``(c,)`` or ``None``.
     """
     params = (running_mean, running_var, weight, bias)
-    if not use_input_stats:
-        if not torch.is_grad_enabled() or not input.numel():
-            return F.instance_norm(input, *params, False, momentum, eps)  # or stock's error
+    if use_input_stats is not True:
+        if use_input_stats is not False or not torch.is_grad_enabled() or not input.numel():
+            return F.instance_norm(
+                input, *params, use_input_stats, momentum, eps
+            )  # or stock's error
         running = _as_weight(running_mean, running_var, input, weight)
         # (Of another layout stock makes a copy, too.)
         return batch_norm(input.contiguous(), *running, weight, bias, False, momentum, eps)

@@ -9,6 +9,8 @@ Index legend: c classes, which are the second axis.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -178,12 +180,14 @@ def cross_entropy(
     """
     if size_average is not None or reduce is not None:
         reduction = _reduction.legacy_get_string(size_average, reduce)
-    layer = _cross_entropy_of_probabilities if target.is_floating_point() else _cross_entropy
-    if not _is_constant(target) or not _is_constant(weight):
+    if not _is_constant(target) or not (weight is None or _is_constant(weight)):
         layer = _primal
+    else:
+        layer = _cross_entropy_of_probabilities if target.is_floating_point() else _cross_entropy
     if not label_smoothing > 0:
         label_smoothing = 0.0  # as stock takes what is negative
-    one = input.ndim == 1 and (target.ndim == 0 or target.is_floating_point())
+    one = layer is not _primal and input.ndim == 1
+    one = one and (target.ndim == 0 or target.is_floating_point())
     loss = layer(
         input[None] if one else input,
         target[None] if one else target,
@@ -195,8 +199,8 @@ def cross_entropy(
     return loss[0] if one and reduction == "none" else loss
 
 
-def _is_constant(tensor: Tensor | None) -> bool:
-    return tensor is None or not tensor.requires_grad
+def _is_constant(tensor: Any) -> bool:
+    return isinstance(tensor, Tensor) and not tensor.requires_grad
 
 
 @drop_in(spec.CROSS_ENTROPY, spec.CROSS_ENTROPY_OF_PROBABILITIES)

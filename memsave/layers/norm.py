@@ -188,12 +188,14 @@ def _over_last(
     at_a_look = None if is_dynamo_compiling() else kernels.nodes
     if at_a_look is not None and at_a_look.is_over_last(input, normalized_shape, *params):
         return input, *params
-    dims = len(normalized_shape)
     shape = tuple(normalized_shape)
+    dims = len(shape)
     if is_traced(input) or input.is_nested or not dims or input.shape[-dims:] != shape:
         return None
+    if float in map(type, shape):
+        return None
     for param in params:
-        if param is not None and param.shape != shape:
+        if param is not None and not (isinstance(param, Tensor) and param.shape == shape):
             return None
     if dims == 1:
         return input, *params

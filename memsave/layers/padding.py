@@ -55,7 +55,8 @@ def pad(
         input: ``(n, c, *s)``, or without ``n``, for the modes that are not ``"constant"``.
         pad: Of each axis of ``s``, the last one first, how many places before and after.
     """
-    if mode not in ("reflect", "replicate") or value:  # (of which stock says that these take none)
+    is_none = value is None or (isinstance(value, float | int) and value == 0)
+    if mode not in ("reflect", "replicate") or not is_none:  # (stock says that these take none)
         return F.pad(input, pad, mode, value)  # type: ignore[arg-type]
     return _pad(input, pad=pad, mode=mode)
 

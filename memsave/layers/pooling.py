@@ -166,6 +166,11 @@ def _windows(
     return _windows_of(inputs, *options, types)
 
 
+def _per_output(output_size: Any, dims: int) -> list[Any]:
+    """A size for each axis, of adaptive pooling: stock refuses a sequence of one for all."""
+    return list(output_size) if isinstance(output_size, list | tuple) else [output_size] * dims
+
+
 def _types(option: Any) -> Any:
     """Of an option, or of those for each axis: what a look-up does not tell apart."""
     return tuple(map(type, option)) if type(option) is tuple else type(option)
@@ -184,7 +189,7 @@ def _windows_of(
 ) -> Windows | None:
     dims = len(inputs)
     if output_size is not None:
-        outputs = per_axis(output_size, dims)
+        outputs = _per_output(output_size, dims)
         if len(outputs) != dims or not all(type(count) is int and count > 0 for count in outputs):
             return None
         if any(size % count for size, count in zip(inputs, outputs, strict=True)):
@@ -192,6 +197,8 @@ def _windows_of(
         kernel_size = [size // count for size, count in zip(inputs, outputs, strict=True)]
     options = (kernel_size, stride_or(kernel_size, stride), padding, dilation)
     if not all(isinstance(option, int | tuple | list) for option in options):
+        return None
+    if type(ceil_mode) is not bool:
         return None
     kernel, step, pad, apart = (tuple(per_axis(option, dims)) for option in options)  # type: ignore[arg-type]
     if {type(value) for value in (*kernel, *step, *pad, *apart)} != {int}:
@@ -251,8 +258,8 @@ def _adaptive_sizes(
     """Sizes of the outputs and of the largest window, and the bits of an offset; ``None`` of what
     stock may refuse. (Two that are equal are of the same types.)
     """
-    given = per_axis(output_size, len(inputs)) if isinstance(output_size, int | tuple) else []
-    if len(given) != len(inputs):
+    given = _per_output(output_size, len(inputs))
+    if output_size is None or len(given) != len(inputs):
         return None
     outputs = [size if out is None else out for size, out in zip(inputs, given, strict=True)]
     if {*map(type, outputs)} != {int} or min(outputs) < 1:

@@ -46,6 +46,15 @@ bool numbers(PyObject *const *args, double *out, int count) {
     return true;
 }
 
+/* Not what Python takes for true or false: stock refuses it. */
+bool flags(PyObject *const *args, bool *out, int count) {
+    for (int k = 0; k < count; k++) {
+        if (!PyBool_Check(args[k])) return false;
+        out[k] = args[k] == Py_True;
+    }
+    return true;
+}
+
 /* How many values a tuple or a list has; of anything else -1. */
 Py_ssize_t count_of(PyObject *arg) {
     return PyTuple_Check(arg) || PyList_Check(arg) ? PySequence_Fast_GET_SIZE(arg) : -1;

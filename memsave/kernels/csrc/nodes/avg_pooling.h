@@ -14,11 +14,13 @@ PyObject *avg_pool(PyObject *, PyObject *const *args, Py_ssize_t count) {
     TORCH_CHECK_TYPE(count == 9, "avg_pool takes 9 arguments");
     const Tensor *x = known(args[1]);
     const size_t dims = PyLong_AsSize_t(args[2]);
-    const int ceil = PyObject_IsTrue(args[6]), includes = PyObject_IsTrue(args[7]);
-    const int64_t divisor = args[8] == Py_None ? 0 : PyLong_AsLongLong(args[8]);
+    bool rounding[2];
+    const int64_t divisor = PyLong_CheckExact(args[8]) ? PyLong_AsLongLong(args[8]) : 0;
     if (PyErr_Occurred()) return nullptr;
     at::DimVector by[3];
-    if (!x || !x->numel() || (args[8] != Py_None && !divisor)) Py_RETURN_NONE;
+    if (!x || !x->numel() || !flags(args + 6, rounding, 2)) Py_RETURN_NONE;
+    if (args[8] != Py_None && !divisor) Py_RETURN_NONE;
+    const bool ceil = rounding[0], includes = rounding[1];
     const auto format = dims == 2 && x->is_cpu() ? any_format_of(*x, dims) : std::nullopt;
     if (!format && !x->is_contiguous()) Py_RETURN_NONE;
     for (int k = 0; k < 3; k++)
