@@ -3,6 +3,7 @@
 #ifndef MEMSAVE_LOOPS_H
 #define MEMSAVE_LOOPS_H
 
+#include <float.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -24,6 +25,12 @@ typedef struct {
     double a, b;
     const void *also; /* of loops that read two */
 } Arrays;
+
+/* Of which torch says that it cannot be converted without overflow, to elements of so many bits. */
+static inline int is_beyond(double number, int bits) {
+    const double size = number < 0 ? -number : number;
+    return bits < 64 && size > FLT_MAX && size <= DBL_MAX;
+}
 
 /* Sizes of max pooling, by axis: 1 (or no padding) for those that are missing. */
 typedef struct {

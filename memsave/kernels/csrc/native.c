@@ -12,8 +12,6 @@
 #error "Bits are read and written as integers whose first byte is the lowest."
 #endif
 
-#include <float.h>
-#include <math.h>
 #include <stdlib.h>
 
 #include "native/activation.h"
@@ -93,11 +91,6 @@ static int is_number(PyObject *object, double *number) {
     if (!PyFloat_CheckExact(object) && !PyLong_CheckExact(object)) return 0;
     *number = PyFloat_AsDouble(object);
     return *number != -1 || !PyErr_Occurred() || (PyErr_Clear(), 0);
-}
-
-/* Of which torch says that it cannot be converted without overflow. (64 bits take any.) */
-static int is_beyond(double number, int bits) {
-    return bits < 64 && isfinite(number) && fabs(number) > FLT_MAX;
 }
 
 /* What there is to do with a tensor: 1 if it can be done here, else 0, or -1 with an error. */

@@ -2,8 +2,6 @@
 
 #pragma once
 
-#include <cfloat>
-
 #include "arguments.h"
 #include "bits.h"
 #include "layer.h"
@@ -37,8 +35,8 @@ PyObject *bits(PyObject *, PyObject *const *args, Py_ssize_t count) {
     const int inplace = PyObject_IsTrue(args[3]);
     const int64_t kind = PyLong_AsLongLong(args[11]);
     if (inplace < 0 || PyErr_Occurred()) return nullptr;
-    for (const double one : number) /* of which torch says that it cannot be converted without overflow */
-        if (x->scalar_type() != at::kDouble && std::isfinite(one) && std::abs(one) > FLT_MAX) Py_RETURN_NONE;
+    for (const double one : number)
+        if (is_beyond(one, 8 * x->element_size())) Py_RETURN_NONE;
     Loop *loop = nullptr;
     const Kernel *kernel = nullptr;
     if (x->is_cuda()) {
