@@ -221,6 +221,10 @@ def dry_run(
         return _stand_in(value, mode).requires_grad_(value.requires_grad)
 
     inputs, kwargs = tree_map(own, (inputs, kwargs))
+    runs, tensors = model, state
+    if isinstance(model, nn.DataParallel):  # One of its replicas; functional_call takes no others.
+        runs = model.module
+        tensors = {name.removeprefix("module."): tensor for name, tensor in state.items()}
     with (
         torch.random.fork_rng(_cuda_devices()),
         torch.enable_grad(),
@@ -233,7 +237,7 @@ def dry_run(
         try:
             # (Of what is compiled, nobody could observe the layers.)
             with mode or nullcontext(), torch.compiler.set_stance("force_eager"):
-                output = torch.func.functional_call(model, state, inputs, kwargs)
+                output = torch.func.functional_call(runs, tensors, inputs, kwargs)
         except NEEDS_VALUES as error:
             raise NeedsValues(
                 "the model's forward depends on values, which fake tensors do not have; "

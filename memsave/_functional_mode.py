@@ -6,15 +6,16 @@ Which of torch's functions have one is found by their names: there is no second 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ContextDecorator
+from contextlib import ContextDecorator, contextmanager
 from inspect import signature
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._C import _len_torch_function_stack
 from torch._C._autograd import _top_saved_tensors_default_hooks
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
 from . import functional
 
@@ -93,6 +94,22 @@ class functional_mode(TorchFunctionMode, ContextDecorator):
         if func in STAND_INS and types in PLAIN and not is_given and not _checkpointed():
             func = STAND_INS[func]
         return func(*args, **kwargs)
+
+
+@contextmanager
+def outside() -> Iterator[bool]:
+    """Step out of all modes of this kind. (Whether there is one.)"""
+    modes = [_pop_mode() for _ in range(_len_torch_function_stack())][::-1]
+    others = [mode for mode in modes if not isinstance(mode, functional_mode)]
+    for mode in others:
+        _push_mode(mode)
+    try:
+        yield len(others) < len(modes)
+    finally:
+        for _ in others:
+            _pop_mode()
+        for mode in modes:
+            _push_mode(mode)
 
 
 def _checkpointed() -> bool:

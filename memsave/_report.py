@@ -14,8 +14,10 @@ from typing import Any
 
 from torch import nn
 
+from . import functional
 from ._convert import Coverage, classes_restored, coverage, layers, least, place, revert
 from ._dry_run import Trainable, dry_run
+from ._functional_mode import outside
 from ._trace import KINDS, Trace
 
 
@@ -103,8 +105,8 @@ class Report:
             f"converted {_human(self.converted)} ({ratio:.4f} of stock)"
         )
         yield (
-            f"of the converted bytes the table predicts {self.table:,} of "
-            f"{self.converted - sum(self.rest.values()):,}"
+            f"converted, layers of the table keep {self.converted - sum(self.rest.values()):,} B, "
+            f"of which it predicts {self.table:,}"
         )
         for what, size in sorted(self.rest.items(), key=lambda item: -item[1]):
             yield f"the rest: {what} keeps {_human(size)}"
@@ -169,7 +171,8 @@ def report(
     now = run()
     with classes_restored(model):
         revert(model)
-        stock = run() if "converted" in status else now
+        with outside() as was_inside:
+            stock = run() if "converted" in status or was_inside else now
     with classes_restored(model):
         place(least(model, layers(model), run))
         converted = run()
@@ -204,7 +207,7 @@ def _row(
         reason = "; ".join(dict.fromkeys(call.row.reason(call.wrt) for call in calls))
     else:
         ops = [op for op, size in converted.ops.get(name, {}).items() if size]
-        reason = f"not in the table: {', '.join(ops)}" if ops else "keeps nothing of its own"
+        reason = _reason_of_ops(ops) or "keeps nothing of its own"
     return Row(
         name,
         type(modules[name]).__name__,
@@ -215,3 +218,14 @@ def _row(
         **kinds,
         reason=reason,
     )
+
+
+def _reason_of_ops(ops: list[str]) -> str:
+    """Which of torch's functions keep something, that no layer has run."""
+    called = [op for op in ops if op.removesuffix("_") in functional.__all__]
+    others = [op for op in ops if op not in called]
+    reasons = {
+        "called as functions (see memsave.functional_mode)": called,
+        "not in the table": others,
+    }
+    return "; ".join(f"{why}: {', '.join(names)}" for why, names in reasons.items() if names)

@@ -64,7 +64,7 @@ _new_tuple = tuple.__new__
 
 Mask = frozenset[str]
 Saved = Mapping[str, Any]
-Shapes = Mapping[str, Like | None]
+Shapes = Mapping[str, Any]  # of ``Like``, or ``None`` where an argument is absent
 Grads = dict[str, Tensor]
 
 
@@ -163,7 +163,7 @@ def define(
     return differentiable(rule)
 
 
-#: Devices of nodes, as these count them.
+#: The bit of each device in what ``nodes.wanted`` takes for ``casts``.
 _CASTS = (("cpu", 1), ("cuda", 2))
 
 
@@ -193,8 +193,8 @@ def differentiable(rule: Rule) -> Callable[..., Any]:
     def layer(*args: Any, **options: Any) -> Any:
         if not is_dynamo_compiling() and not _observers and nodes is not None:
             bits = nodes.wanted(wantable, args, casts)
-            if bits is not None and (run := at_once[bits]) is not None:
-                y = run(*args, **options)
+            if bits is not None and (direct := at_once[bits]) is not None:
+                y = direct(*args, **options)
                 if y is not None:
                     return y
         # (As is_compiling(), which runs two Python functions.)
@@ -265,7 +265,7 @@ class Plan(NamedTuple):
 
     Attributes:
         saves: Names of what is kept.
-        saved: Each with its place among the arguments and ``y``, or ``None`` for an extra.
+        places: Of each, its place among the arguments and ``y``, or ``None`` for an extra.
         grads: Of each argument its name, or ``None`` if its gradient is not wanted.
         residuals: What is kept, by name, for ``bwd``.
         is_stock: Whether the stock op keeps the same (unless the options say otherwise).
@@ -273,7 +273,7 @@ class Plan(NamedTuple):
 
     wrt: Mask
     saves: tuple[str, ...]
-    saved: tuple[tuple[str, int | None], ...]
+    places: tuple[int | None, ...]
     grads: tuple[str | None, ...]
     residuals: type[Residuals]
     is_stock: bool
@@ -284,9 +284,9 @@ class Plan(NamedTuple):
         row, saves = rule.row, rule.row.saves(wrt)
         is_stock = rule.stock_keeps is not None and tuple(rule.stock_keeps(wrt)) == saves
         grads = tuple(name if name in wrt else None for name in row.args)
-        places = {name: place for place, name in enumerate((*row.args, "y"))}
-        saved = tuple((name, places.get(name)) for name in saves)
-        return cls(wrt, saves, saved, grads, Residuals.of(row, wrt), is_stock)
+        place_of = {name: place for place, name in enumerate((*row.args, "y"))}
+        places = tuple(map(place_of.get, saves))
+        return cls(wrt, saves, places, grads, Residuals.of(row, wrt), is_stock)
 
 
 def _function(rule: Rule) -> type[Function]:
@@ -307,7 +307,7 @@ def _function(rule: Rule) -> type[Function]:
             y = torch.ops.aten._unsafe_view(y, y.shape) if compiling else y.data
             result = (y, *result[1:]) if isinstance(result, tuple) else y
         arrays, kept, shapes = (*args, y), [], {}
-        for name, place in plan.saved:
+        for name, place in zip(plan.saves, plan.places):  # noqa: B905 (as below)
             kept.append(extras[name] if place is None else arrays[place])
         for name, place in told:
             array = arrays[place]
@@ -397,7 +397,7 @@ def _tell(call: Call) -> None:
         observer(call)
 
 
-#: Of options, most.
+#: Types of options that are what they are.
 _PLAIN = {bool, float, int, str, tuple, type(None)}
 
 
@@ -454,7 +454,7 @@ def _unservable(rule: Rule, args: tuple[Any, ...], options: Mapping[str, Any]) -
     return False
 
 
-#: Of :func:`for_stock`.
+#: Bits of what :func:`for_stock` takes for ``wanted``.
 INPUT, WEIGHT, BIAS = 1, 2, 4
 
 

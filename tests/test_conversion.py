@@ -606,6 +606,19 @@ def test_inside_wrappers() -> None:
     assert type(model.features[0]) is memsave.nn.Conv2d
 
 
+@pytest.mark.parametrize("fake", [True, False])
+def test_data_parallel(fake: bool) -> None:
+    """Whose root ``functional_call`` refuses."""
+    x, inner = helpers.image(), network()
+    wrapped = memsave.convert(nn.DataParallel(inner), x)
+    assert any(type(module).__module__.startswith("memsave") for module in inner.modules())
+    agree(wrapped.module, network())
+    report, alone = memsave.report(wrapped, x, fake=fake), memsave.report(inner, x, fake=fake)
+    names = ["module" + "." * bool(row.name) + row.name for row in alone.rows]
+    assert [row.name for row in report.rows] == names
+    assert (report.stock, report.now, report.table) == (alone.stock, alone.now, alone.table)
+
+
 def test_shared_memory() -> None:
     model = memsave.convert(network()).share_memory()
     assert all(p.is_shared() for p in model.parameters())

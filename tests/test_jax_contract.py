@@ -7,6 +7,7 @@ nevertheless. All transformations of a row are one program, as most of the time 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -1001,6 +1002,15 @@ def test_dropout_of_nothing_and_of_all(rate: float, form: str) -> None:
         for layer in (F.dropout, F.dropout_from_rng):
             y, pull = jax.vjp(lambda x, layer=layer: layer(x, rate, jax.random.key(0)), jnp.ones(3))
             assert y.tolist() == pull(jnp.ones(3))[0].tolist() == [1.0 - rate] * 3
+            ones = layer(jnp.ones(3), rate, jax.random.key(0), deterministic=True)
+            assert ones.tolist() == [1.0] * 3
+
+
+@pytest.mark.parametrize("name", [name for name in F.__all__ if "_from_" in name])
+def test_variants_take_what_the_layer_takes(name: str) -> None:
+    variant, layer = (getattr(F, function) for function in (name, name.partition("_from_")[0]))
+    parameters = [inspect.signature(function).parameters for function in (variant, layer)]
+    assert list(parameters[0].values()) == list(parameters[1].values())
 
 
 # The engine.

@@ -92,6 +92,26 @@ def test_prediction_and_measurement_can_differ(monkeypatch):
     assert report.converted >= honest.converted + 40
 
 
+class Functions(nn.Module):
+    """One that memsave has, and one that it has not."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (2 * F.relu(x)).cos()
+
+
+def test_functions_of_the_table_are_told_from_others():
+    x = torch.randn(4, 64, requires_grad=True)
+    plain = memsave.report(Functions(), x)
+    assert plain.rows[0].reason == (
+        "called as functions (see memsave.functional_mode): relu; not in the table: cos"
+    )
+    assert (plain.stock, plain.now) == (2048, 2048)
+    with memsave.functional_mode():
+        inside = memsave.report(Functions(), x)
+    assert inside.rows[0].reason == "x reads positive"
+    assert (inside.stock, inside.now) == (2048, 1024 + 32)
+
+
 def test_rows_say_which_gradient_reads_what():
     model = frozen(Net()).train()
     model.norm.weight.requires_grad_()

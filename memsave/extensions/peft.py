@@ -64,8 +64,6 @@ def _gradients(
 ) -> Grads:
     """Those of ``linear(drop(x))``. Under autocast ``g`` has the dtype that it multiplied in."""
     x, weight = shapes["x"], shapes["weight"]
-    assert x is not None
-    assert weight is not None
     grads = {}
     if "x" in wrt:
         dropped = (_rows(g) @ saved["weight"].to(g.dtype)).reshape(x.shape).to(weight.dtype)
@@ -102,8 +100,6 @@ def _dropout_fwd(
 
 def _dropout_bwd(g: Tensor, wrt: Mask, saved: Saved, shapes: Shapes, *, p: float) -> Grads:
     x, weight = shapes["x"], shapes["weight"]
-    assert x is not None
-    assert weight is not None
     # As it lies in memory, so do the bits of what forward has cast and dropped.
     like = Like.of(
         torch.empty_like(

@@ -30,23 +30,20 @@ def _one_sixth() -> float:
     return 0.1666666716337204
 
 
-def _mask(bits: Tensor, like: Like | None) -> Tensor:
-    assert like is not None
+def _mask(bits: Tensor, like: Like) -> Tensor:
     return kernels.unpack(bits, like, True, torch.bool)
 
 
-def _select(g: Tensor, bits: Tensor, like: Like | None, factor: float | None = None) -> Tensor:
+def _select(g: Tensor, bits: Tensor, like: Like, factor: float | None = None) -> Tensor:
     """``g``, or ``g * factor``, where a bit is set and +0 elsewhere, whatever stands there."""
-    assert like is not None
     if is_dynamo_compiling() or not is_plain_gradient(g):
         selected = torch.where(_mask(bits, like), g, 0.0)
         return selected if factor is None else selected.mul_(factor)
     return kernels.select(g, bits, like, factor)
 
 
-def _scale(g: Tensor, bits: Tensor, like: Like | None, slope: float) -> Tensor:
+def _scale(g: Tensor, bits: Tensor, like: Like, slope: float) -> Tensor:
     """``g`` where a bit is set and ``g * slope`` elsewhere."""
-    assert like is not None
     if is_dynamo_compiling() or not is_plain_gradient(g):
         return torch.where(_mask(bits, like), g, g * slope)
     return kernels.scale(g, bits, like, 1.0, slope)
@@ -109,7 +106,7 @@ def _define(
     return define(row, primal, bwd, fwd, shapes=("y",), node=node)
 
 
-def _where_it_passes(g: Tensor, bits: Tensor, like: Like | None, **_: Any) -> Tensor:
+def _where_it_passes(g: Tensor, bits: Tensor, like: Like, **_: Any) -> Tensor:
     return _select(g, bits, like)
 
 
@@ -182,9 +179,8 @@ def _prelu_slope(g: Tensor, positive: Tensor, weight: Tensor) -> Tensor:
     return torch.where(positive, g, g * weight)
 
 
-def _prelu_weight(g: Tensor, x: Tensor, like: Like | None) -> Tensor:
+def _prelu_weight(g: Tensor, x: Tensor, like: Like) -> Tensor:
     """The gradient of the weight."""
-    assert like is not None
     shared = like.shape.numel() == 1
     axes = [axis for axis in range(g.ndim) if shared or axis != 1]
     return torch.where(x > 0, 0.0, x * g).sum(axes).view(like.shape)
@@ -370,6 +366,6 @@ class PReLU(nn.PReLU):
     """As :class:`torch.nn.PReLU`. Keeps one bit per element while its weight is frozen."""
 
     def forward(self, input: Tensor) -> Tensor:
-        if (own := for_stock(self, WEIGHT, input, True, False)) is not None:
+        if (own := for_stock(self, WEIGHT, input, casts=True, has_bias=False)) is not None:
             return F.prelu(input, own[0])
         return prelu(input, self.weight)

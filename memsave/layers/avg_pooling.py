@@ -66,7 +66,6 @@ def _bwd(
     divisor_override: int | None = None,
 ) -> Grads:
     like = shapes["x"]
-    assert like is not None
     windows = _windows(dims, kernel_size, stride, padding)
     rest = (ceil_mode, count_include_pad, divisor_override)
     backward = (
@@ -88,16 +87,17 @@ def _adaptive_bwd(
     dims: int, g: Tensor, wrt: Mask, saved: Saved, shapes: Shapes, *, output_size: Any
 ) -> Grads:
     like = shapes["x"]
-    assert like is not None
     backward = (
         torch.ops.aten._adaptive_avg_pool3d_backward
         if dims == 3
         else torch.ops.aten._adaptive_avg_pool2d_backward
     )
     if dims == 1:
-        return {"x": backward(g.unsqueeze(-2), placeholder(g, like).unsqueeze(-2)).squeeze(-2)}
+        return {
+            "x": backward(g.unsqueeze(-2), placeholder(g, like.shape).unsqueeze(-2)).squeeze(-2)
+        }
     if not is_final(g) or not channels_last(like, dims):
-        return {"x": in_format(backward(g, placeholder(g, like)), like)}
+        return {"x": in_format(backward(g, placeholder(g, like.shape)), like)}
     # For the kernel of this format x has to be in it, too. (With one in another, the gradient would
     # be made in that first, and copied: as much memory.)
     g, sizes = in_format(g, like), tuple(zip(like.shape[-dims:], g.shape[-dims:], strict=True))

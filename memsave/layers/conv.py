@@ -23,7 +23,7 @@ from .. import kernels, spec
 from .._context import amp_enabled, lowered
 from ..function import WEIGHT, Grads, Mask, Saved, Shapes, define, for_stock
 from .module import drop_in
-from .shape import Ints, in_format, is_size, per_axis, remembered
+from .shape import Ints, in_format, is_size, per_axis, placeholder, remembered
 
 CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 CONV_TRANSPOSE = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
@@ -128,7 +128,7 @@ def _weight_gradient(
     dims = len(weight_shape) - 2
     if g.ndim == dims + 1:
         g, x = g[None], x[None]
-    weight = g.new_empty(1).expand(weight_shape)
+    weight = placeholder(g, weight_shape)
     mask = [False, True, False]
     backward = torch.ops.aten.convolution_backward
     return backward(g, x, weight, None, *options, groups, mask)[1]
@@ -146,7 +146,7 @@ def _conv_bwd(
     groups: int = 1,
     padding_mode: str = "zeros",
 ) -> Grads:
-    x_shape, weight_shape = shapes["x"].shape, shapes["weight"].shape  # type: ignore[union-attr]
+    x_shape, weight_shape = shapes["x"].shape, shapes["weight"].shape
     dims = len(weight_shape) - 2
     sizes = (x_shape[-dims:], weight_shape[2:])
     steps, apart, pads, edges, padded, left_over = _geometry(
@@ -161,7 +161,7 @@ def _conv_bwd(
         elif g.is_cuda and groups > 1 and g.ndim == dims + 2 > 3 and g.is_contiguous():
             # (Where each channel is a group, stock has its own kernel; that of one axis copies x.)
             options = (steps, edges, apart, False, [0] * dims, groups, [True, False, False])
-            x = g.new_empty(1).expand(padded_shape)  # which is not read
+            x = placeholder(g, padded_shape)
             backward = torch.ops.aten.convolution_backward
             dx = backward(g, x, saved["weight"], None, *options)[0]
         else:
@@ -190,7 +190,7 @@ def _conv_transpose_bwd(
     groups: int = 1,
     dilation: Ints = 1,
 ) -> Grads:
-    x_shape, weight_shape = shapes["x"].shape, shapes["weight"].shape  # type: ignore[union-attr]
+    x_shape, weight_shape = shapes["x"].shape, shapes["weight"].shape
     dims = len(weight_shape) - 2
     stride, padding = per_axis(stride, dims), per_axis(padding, dims)
     dilation, output_padding = per_axis(dilation, dims), per_axis(output_padding, dims)
@@ -396,14 +396,13 @@ _TRANSPOSE = {1: conv_transpose1d, 2: conv_transpose2d, 3: conv_transpose3d}
 
 def _forward(self: Any, input: Tensor) -> Tensor:
     padding = _padding_left(self)
-    if not (
-        _stock_pads(padding=padding, padding_mode=self.padding_mode)
-        or "_conv_forward" in self.__dict__  # somebody's own
-        or (own := for_stock(self, WEIGHT, input, True)) is None
-    ):
-        stock = CONV[len(self.kernel_size)]
-        return stock(input, *own, self.stride, padding, self.dilation, self.groups)
-    return self._conv_forward(input, self.weight, self.bias)
+    pads = _stock_pads(padding=padding, padding_mode=self.padding_mode)
+    is_somebodys = "_conv_forward" in self.__dict__
+    own = None if pads or is_somebodys else for_stock(self, WEIGHT, input, casts=True)
+    if own is None:
+        return self._conv_forward(input, self.weight, self.bias)
+    stock = CONV[len(self.kernel_size)]
+    return stock(input, *own, self.stride, padding, self.dilation, self.groups)
 
 
 def _padding_left(self: Any) -> Any:
@@ -471,7 +470,7 @@ def _forward_transpose(self: Any, input: Tensor, output_size: list[int] | None =
     geometry = (self.stride, self.padding, self.kernel_size, dims, self.dilation)
     output_padding = self._output_padding(input, output_size, *geometry)
     options = (self.stride, self.padding, output_padding, self.groups, self.dilation)
-    if (own := for_stock(self, WEIGHT, input, True)) is not None:
+    if (own := for_stock(self, WEIGHT, input, casts=True)) is not None:
         return CONV_TRANSPOSE[dims](input, *own, *options)
     return _TRANSPOSE[dims](input, self.weight, self.bias, *options)
 

@@ -36,7 +36,9 @@ def define_curve(
             the row.
         compiled: As in :func:`memsave.function.define`.
     """
-    ((residual,),) = row.reads.values()
+    residual, *others = row.reads["x"]
+    if others:
+        raise ValueError(f"row {row.name!r} reads {[residual, *others]}, of which a curve has one")
 
     def bwd(g: Tensor, wrt: Mask, saved: Saved, shapes: Shapes, **options: Any) -> Grads:
         return {"x": gradient(g, saved[residual], **options)}

@@ -63,7 +63,6 @@ def _bwd(
     g: Tensor, wrt: Mask, saved: Saved, shapes: Shapes, *, p: float, inplace: bool = False
 ) -> Grads:
     like = shapes["y"]
-    assert like is not None
     if not _fused(g, inplace):
         return {"x": _scale(g, saved["kept"], like, _factor(p, g.dtype))}
     # The fused kernel multiplies by the reciprocal, in at least float32.
@@ -107,7 +106,6 @@ def _bwd_rng(
     g: Tensor, wrt: Mask, saved: Saved, shapes: Shapes, *, p: float, inplace: bool = False
 ) -> Grads:
     like = shapes["x"]
-    assert like is not None
     with outside_of_vmap():
         noise = _noise_again(like, g.device, saved["rng_state"], p, inplace)
     return {"x": noise.mul_(g) if is_plain_gradient(g) else g * noise}
@@ -186,7 +184,6 @@ def _alpha_bwd(
     g: Tensor, wrt: Mask, saved: Saved, shapes: Shapes, *, p: float, inplace: bool = False
 ) -> Grads:
     like = shapes["y"]
-    assert like is not None
     factor, *_ = _alpha_constants(p, g.dtype)
     return {"x": _scale(g, saved["kept"], like, factor)}
 

@@ -51,7 +51,6 @@ def _bwd(
     scale_grad_by_freq: bool = False,
 ) -> Grads:
     like = shapes["weight"]
-    assert like is not None
     count = like.shape[0]
     padding = -1 if padding_idx is None else padding_idx % count
     ids = saved["ids"]

@@ -98,7 +98,6 @@ def _group_bwd(
     gs: Gs, wrt: Mask, saved: Saved, shapes: Shapes, *, num_groups: int, eps: float
 ) -> Grads:
     like = shapes["x"]
-    assert like is not None
     # (What is compiled has no second derivative.)
     by_stock = wrt != {"bias"} if is_dynamo_compiling() else in_one_pass(gs, wrt)
     if by_stock and not is_size(like.shape.numel(), 0):
@@ -146,7 +145,6 @@ def _from_output_of_groups(
     if (fast := by_kernel(gs, wrt, saved, shapes, num_groups, "y", True)) is not None:
         return fast
     like = shapes["x"]
-    assert like is not None
     if in_one_pass(gs, wrt) and not is_size(like.shape.numel(), 0):
         return _from_output_at_once(gs["y"], wrt, saved, shapes, num_groups)
     return from_output(gs, wrt, saved, shapes, num_groups)
@@ -185,7 +183,7 @@ _group_norm_from_output = define(
     rstd_only(_group_fwd),
     autocast=widened,
     smooth=True,
-    node=partial(norm_node, True, True),
+    node=partial(norm_node, from_y=True, centered=True),
 )
 
 
@@ -285,7 +283,6 @@ def _instance_bwd_from_output(
     gs: Gs, wrt: Mask, saved: Saved, shapes: Shapes, *, momentum: float, eps: float
 ) -> Grads:
     like = shapes["x"]
-    assert like is not None
     return _from_output_of_groups(gs, wrt, saved, shapes, like.shape[1])
 
 

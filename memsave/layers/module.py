@@ -88,12 +88,12 @@ def register(*rows: Layer) -> Callable[[M], M]:
 
 def drop_in(*rows: Layer, by_policy: bool = False) -> Callable[[M], M]:
     """As :func:`register`, in the order of preference, or only if a policy says so."""
-    register = _register(rows, default=False)
+    taken = _register(rows, default=False)
 
     def decorate(cls: M) -> M:
         if by_policy:
             BY_POLICY.add(cls)
-        return register(cls)
+        return taken(cls)
 
     return decorate
 

@@ -31,6 +31,7 @@ from .norm_gradients import (
     like_argument,
     wide,
 )
+from .shape import placeholder
 
 # Layer normalization, over the last axis.
 
@@ -54,7 +55,7 @@ def _layer_bwd(g: Tensor, wrt: Mask, saved: Saved, shapes: Shapes, *, eps: float
     # the bias out.
     bias, weight = shapes["bias"], saved["weight"] if "x" in wrt else None
     if bias is not None:
-        bias = g.new_empty(1, dtype=bias.dtype).expand(bias.shape)
+        bias = placeholder(g, bias.shape, bias.dtype)
     weight = weight_or_ones(weight, g, shapes)
     # Stock's op: its own derivative accounts for mean and rstd being functions of x.
     grads = torch.ops.aten.native_layer_norm_backward(
@@ -78,14 +79,14 @@ def rstd_only(fwd: Any) -> Any:
 
 
 def norm_node(
-    from_y: bool,
-    centered: bool,
     row: str,
     wrt: Mask,
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None = None,
     *,
+    from_y: bool,
+    centered: bool,
     eps: float | None,
     num_groups: int = 0,
 ) -> Tensor | None:
@@ -104,7 +105,7 @@ _layer_norm_from_output = define(
     rstd_only(_layer_fwd),
     autocast=widened,
     smooth=True,
-    node=partial(norm_node, True, True),
+    node=partial(norm_node, from_y=True, centered=True),
 )
 
 
@@ -165,7 +166,7 @@ _rms_norm = define(
     _rms_fwd,
     autocast=RMS_AUTOCAST,
     smooth=True,
-    node=partial(norm_node, False, False),
+    node=partial(norm_node, from_y=False, centered=False),
 )
 _rms_norm_from_output = define(
     spec.RMS_NORM_FROM_OUTPUT,
@@ -174,7 +175,7 @@ _rms_norm_from_output = define(
     _rms_fwd,
     autocast=RMS_AUTOCAST,
     smooth=True,
-    node=partial(norm_node, True, False),
+    node=partial(norm_node, from_y=True, centered=False),
 )
 
 

@@ -88,16 +88,16 @@ def by_kernel(
         return None
     of_output = kept == "y"
     rows = Rows(
-        gs["y"],
-        saved[kept],
-        saved["mean"] if centered and not of_output else None,
-        saved["rstd"] if "x" in wrt or not of_output else None,
-        saved["weight"] if "x" in wrt or of_output else None,
-        saved["bias"] if centered and of_output else None,
-        float(shift),
-        of_output,
-        centered,
-        groups,
+        g=gs["y"],
+        kept=saved[kept],
+        mean=saved["mean"] if centered and not of_output else None,
+        rstd=saved["rstd"] if "x" in wrt or not of_output else None,
+        weight=saved["weight"] if "x" in wrt or of_output else None,
+        bias=saved["bias"] if centered and of_output else None,
+        shift=float(shift),
+        from_output=of_output,
+        centered=centered,
+        groups=groups,
     )
     grads = kernels.norm(rows, wrt)
     if grads is not None:
@@ -121,7 +121,6 @@ def formatted(grads: Grads, shapes: Shapes) -> Grads:
 def like_argument(grad: Tensor, shapes: Shapes, name: str) -> Tensor:
     """The gradient in the shape and dtype of its argument."""
     like = shapes[name]
-    assert like is not None
     if (grad.shape, grad.dtype) == (like.shape, like.dtype):
         return grad
     return grad.reshape(like.shape).to(like.dtype)

@@ -105,7 +105,7 @@ def _fwd(
         last = math.prod(window.kernel) - 1
         offsets = (offsets.clamp if are_results_cached() else offsets.clamp_)(0, last)
     extras = {"offsets": offsets.to(dtype)}
-    return ((y, places) if options.get("return_indices") else y), extras
+    return ((y, places) if options["return_indices"] else y), extras
 
 
 def _bwd(
@@ -119,7 +119,6 @@ def _bwd(
     **options: Any,
 ) -> Grads:
     like = shapes["x"]
-    assert like is not None
     inputs, outputs = like.shape[-dims:], g.shape[-dims:]
     if (windows := _windows(inputs, **options)) and is_plain_gradient(g):
         dx = kernels.unpool(g, saved["offsets"], windows, like)

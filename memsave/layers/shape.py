@@ -60,10 +60,12 @@ def is_size(size: Any, *sizes: int) -> bool:
     return any(guard_or_false(size == one) for one in sizes)
 
 
-def placeholder(g: Tensor, like: Like | None) -> Tensor:
-    """A tensor of this shape for a kernel that asks for nothing else: one element, expanded."""
-    assert like is not None
-    return g.new_empty(1).expand(like.shape)
+def placeholder(g: Tensor, shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
+    """A tensor of this shape for a kernel that asks for nothing else: one element, expanded.
+
+    (Its dtype is that of the gradient, unless given.)
+    """
+    return g.new_empty(1, dtype=dtype).expand(shape)
 
 
 def by_shape(backward: Callable[..., Tensor], g: Tensor, like: Like, *args: Any) -> Tensor:
@@ -71,7 +73,7 @@ def by_shape(backward: Callable[..., Tensor], g: Tensor, like: Like, *args: Any)
     nobody looks on, the gradient itself, yet to be written, stands in for it.
     """
     if not is_final(g):
-        return in_format(backward(g, placeholder(g, like), *args), like)
+        return in_format(backward(g, placeholder(g, like.shape), *args), like)
     dx = empty_in_format(g, like)
     return backward(in_format(g, like), dx, *args, grad_input=dx)
 
@@ -82,9 +84,8 @@ def empty_in_format(g: Tensor, like: Like) -> Tensor:
     return torch.empty(like.shape, dtype=g.dtype, device=g.device, memory_format=own)
 
 
-def in_format(gradient: Tensor, like: Like | None) -> Tensor:
+def in_format(gradient: Tensor, like: Like) -> Tensor:
     """The gradient with the channels last, if the tensor that it is of stores them so."""
-    assert like is not None
     if torch.compiler.is_compiling() or not is_plain_gradient(gradient):
         return gradient
     last = last_format(like)

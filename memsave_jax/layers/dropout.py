@@ -172,12 +172,19 @@ def dropout(
     return _dropout(inputs, key=key, p=rate)
 
 
-def dropout_from_rng(inputs: Array, rate: float, key: Any, **options: Any) -> Array:
+def dropout_from_rng(
+    inputs: Array,
+    rate: float,
+    key: Any,
+    *,
+    broadcast_dims: Sequence[int] = (),
+    deterministic: bool = False,
+) -> Array:
     """As :func:`dropout`. Keeps the key alone, and draws all numbers twice."""
-    options.setdefault("broadcast_dims", ())
-    if options.pop("deterministic", False) or rate in (0.0, 1.0):
-        return dropout(inputs, rate, key, deterministic=rate != 1.0)
-    return _dropout_from_rng(jnp.asarray(inputs), key=key, p=rate, **options)
+    if deterministic or rate in (0.0, 1.0):
+        return dropout(inputs, rate, key, deterministic=deterministic)
+    inputs, dims = jnp.asarray(inputs), tuple(broadcast_dims)
+    return _dropout_from_rng(inputs, key=key, p=rate, broadcast_dims=dims)
 
 
 def feature_dropout(inputs: Array, rate: float, key: Any, *, deterministic: bool = False) -> Array:

@@ -251,11 +251,6 @@ _rms_norm = _define(spec.RMS_NORM, _of_features)
 _rms_norm_from_output = _define(spec.RMS_NORM_FROM_OUTPUT, _of_features)
 
 
-def _options(*, epsilon: float = 1e-6, **options: Any) -> dict[str, Any]:
-    """By the names of the table."""
-    return {"eps": epsilon, **options}
-
-
 def layer_norm(
     x: Array,
     scale: Array | None = None,
@@ -281,10 +276,17 @@ def layer_norm(
 
 
 def layer_norm_from_output(
-    x: Array, scale: Array | None = None, bias: Array | None = None, **options: Any
+    x: Array,
+    scale: Array | None = None,
+    bias: Array | None = None,
+    *,
+    epsilon: float = 1e-6,
+    dtype: Any = None,
+    use_fast_variance: bool = True,
 ) -> Array:
     """As :func:`layer_norm`. Keeps its output in place of ``x``; ``scale`` may have no zero."""
-    return _layer_norm_from_output(x, scale, bias, **_options(**options))
+    options = {"eps": epsilon, "dtype": dtype}
+    return _layer_norm_from_output(x, scale, bias, use_fast_variance=use_fast_variance, **options)
 
 
 def group_norm(
@@ -312,10 +314,18 @@ def group_norm(
 
 
 def group_norm_from_output(
-    x: Array, scale: Array | None = None, bias: Array | None = None, **options: Any
+    x: Array,
+    scale: Array | None = None,
+    bias: Array | None = None,
+    *,
+    num_groups: int = 32,
+    epsilon: float = 1e-6,
+    dtype: Any = None,
+    use_fast_variance: bool = True,
 ) -> Array:
     """As :func:`group_norm`. Keeps its output in place of ``x``; ``scale`` may have no zero."""
-    return _group_norm_from_output(x, scale, bias, **_options(**options))
+    options = {"num_groups": num_groups, "eps": epsilon, "dtype": dtype}
+    return _group_norm_from_output(x, scale, bias, use_fast_variance=use_fast_variance, **options)
 
 
 def instance_norm(
@@ -342,10 +352,19 @@ def instance_norm(
 
 
 def instance_norm_from_output(
-    x: Array, scale: Array | None = None, bias: Array | None = None, **options: Any
+    x: Array,
+    scale: Array | None = None,
+    bias: Array | None = None,
+    *,
+    epsilon: float = 1e-6,
+    dtype: Any = None,
+    use_fast_variance: bool = True,
 ) -> Array:
     """As :func:`instance_norm`. Keeps its output in place of ``x``; ``scale`` may have no zero."""
-    return _instance_norm_from_output(x, None, None, scale, bias, **_options(**options))
+    options = {"eps": epsilon, "dtype": dtype}
+    return _instance_norm_from_output(
+        x, None, None, scale, bias, use_fast_variance=use_fast_variance, **options
+    )
 
 
 def rms_norm(
@@ -363,6 +382,8 @@ def rms_norm(
     return _rms_norm(x, scale, eps=epsilon, dtype=dtype)
 
 
-def rms_norm_from_output(x: Array, scale: Array | None = None, **options: Any) -> Array:
+def rms_norm_from_output(
+    x: Array, scale: Array | None = None, *, epsilon: float = 1e-6, dtype: Any = None
+) -> Array:
     """As :func:`rms_norm`. Keeps its output in place of ``x``; ``scale`` may have no zero."""
-    return _rms_norm_from_output(x, scale, **_options(**options))
+    return _rms_norm_from_output(x, scale, eps=epsilon, dtype=dtype)
