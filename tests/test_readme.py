@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import pytest
+import torch
 
 import memsave.nn
 from experiments import __main__ as command_line, render, results
@@ -86,6 +87,13 @@ def test_the_first_example(capsys: pytest.CaptureFixture[str]) -> None:
     exec(compile(FIRST, "README.md", "exec"), names)
     assert type(names["model"][2]) is memsave.nn.ReLU
     assert "stock keeps 1.21 MiB, now 42.19 KiB" in capsys.readouterr().out
+
+
+def test_a_policy() -> None:
+    (block,) = (b for b in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "policy=" in b)
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.ReLU())
+    exec(compile(block, "README.md", "exec"), {"memsave": memsave, "model": model})
+    assert type(model[1]) is memsave.nn.ReLUFromOutput
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=["nnx", "linen"])

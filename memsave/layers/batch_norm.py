@@ -235,19 +235,20 @@ def batch_norm(
 def _forward(module: Any, input: Tensor) -> Tensor:
     """Which statistics to use and to update: https://docs.pytorch.org/docs/stable/nn.html."""
     module._check_input_dim(input)
-    training, momentum = module.training, module.momentum
+    training, momentum, tracks = module.training, module.momentum, module.track_running_stats
+    # (In stock's order, which torch.export shows.)
+    if training and tracks and (count := module.num_batches_tracked) is not None:
+        count.add_(1)
+        if momentum is None:  # cumulative average
+            momentum = 1.0 / float(count)
     mean, var = module.running_mean, module.running_var
     if (own := _for_stock(module, training, input)) is None:
         function, own = batch_norm, (module.weight, module.bias)
     else:
         function = F.batch_norm
     by_batch = training or (mean is None and var is None)
-    if training and not module.track_running_stats:
+    if training and not tracks:
         mean = var = None
-    elif training and (count := module.num_batches_tracked) is not None:
-        count.add_(1)
-        if momentum is None:  # cumulative average
-            momentum = 1.0 / float(count)
     momentum = 0.0 if momentum is None else momentum
     return function(input, mean, var, *own, by_batch, momentum, module.eps)
 
