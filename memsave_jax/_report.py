@@ -432,7 +432,9 @@ def report(fn: Callable[..., Any], *args: Any, wrt: Wrt = 0, compiled: bool = Tr
 
     *Eagerly*, what is kept is what the pull-back of :func:`jax.vjp` holds, each array once, without
     the arguments and the arrays that ``fn`` closes over, which are alive anyway. ``rows`` say who
-    made it and where.
+    made it and where. (Not counted are copies that a cast to the same dtype makes of concrete
+    arrays: outside of ``jit``, stock layers of Flax keep such copies of inputs and kernels, so that
+    they hold more than is said of them.)
 
     *Compiled*, XLA keeps what it likes. ``stock_temp`` and ``now_temp`` are the
     ``temp_size_in_bytes`` of :meth:`jax.stages.Compiled.memory_analysis` for one step that takes

@@ -212,7 +212,8 @@ def selu_from_output(x: Array) -> Array:
     """As :func:`jax.nn.selu`. Keeps its output; its input where the dtype is of less than 32 bits,
     as near its limit the output has too few digits.
     """
-    return _selu(x) if jnp.asarray(x).dtype.itemsize < 4 else _selu_from_output(x)
+    dtype = getattr(x, "dtype", jnp.float32)  # (stock says of what is no array what it is not)
+    return _selu(x) if jnp.dtype(dtype).itemsize < 4 else _selu_from_output(x)
 
 
 def softplus(x: Array) -> Array:
