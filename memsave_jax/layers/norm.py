@@ -137,29 +137,22 @@ def _forward(
     return y, {name: extras[name] for name in row.extras}
 
 
-def _bwd(
-    view_of: Callable[..., View],
+def _gradients(
+    view: View,
     centers: bool,
+    fast: bool,
     g: Array,
     wrt: Mask,
     saved: Saved,
     shapes: Shapes,
-    *,
     eps: float,
-    use_fast_variance: bool = True,
-    **options: Any,
 ) -> Grads:
-    view = view_of(g.shape, **options)
-    g = wide(g).reshape(view.shape)
+    """Of ``x`` and the weight, by ``x``."""
     grads = {}
-    if "bias" in wrt:
-        grads["bias"] = view.per_feature(g).reshape(shapes["bias"].shape)
-    if wrt <= {"bias"}:
-        return grads
     x, rstd = saved["x"].astype(g.dtype).reshape(view.shape), view.spread(saved["rstd"])
     mean = view.spread(saved["mean"]) if centers else None
     # As stable as forward: with the fast variance, mean and spread of x are told apart at the end.
-    if mean is not None and not use_fast_variance:
+    if mean is not None and not fast:
         x, mean = x - mean, jnp.zeros_like(mean)
     incoming, g = g, g * rstd
     if "weight" in wrt:
@@ -174,32 +167,25 @@ def _bwd(
         else:
             total, correlation = view.total(g), view.total(g * x)
             slope = -lax.square(rstd) * (correlation - mean * total) / view.size
-            if use_fast_variance:
+            if fast:
                 slope = jnp.where(is_clipped(rstd, eps), 0, slope)
             dx = g + slope * x + (-total / view.size - slope * mean)
         grads["x"] = dx.reshape(shapes["x"].shape)
     return grads
 
 
-def _bwd_from_output(
-    view_of: Callable[..., View],
+def _gradients_from_output(
+    view: View,
     centers: bool,
+    fast: bool,
     g: Array,
     wrt: Mask,
     saved: Saved,
     shapes: Shapes,
-    *,
     eps: float,
-    use_fast_variance: bool = True,
-    **options: Any,
 ) -> Grads:
-    view = view_of(g.shape, **options)
-    g = wide(g).reshape(view.shape)
+    """Of ``x`` and the weight, by ``y``."""
     grads = {}
-    if "bias" in wrt:
-        grads["bias"] = view.per_feature(g).reshape(shapes["bias"].shape)
-    if wrt <= {"bias"}:
-        return grads
     y = lax.optimization_barrier(saved["y"]).astype(g.dtype).reshape(view.shape)
     if centers and saved["bias"] is not None:
         y = y - view.parameter(saved["bias"])
@@ -213,7 +199,7 @@ def _bwd_from_output(
         correlation, g = sum_of(g * y), g * weight
         # If the passes are one program, XLA:CPU would write rstd out at full size for both.
         rstd = view.spread(lax.optimization_barrier(saved["rstd"]))
-        if centers and use_fast_variance:
+        if centers and fast:
             correlation = jnp.where(is_clipped(rstd, eps), 0, correlation)
         dx = g - correlation / view.size * y / weight
         dx = dx - view.total(g) / view.size if centers else dx
@@ -225,20 +211,36 @@ CHANNELS_LAST = {"x": "n *s c", "y": "n *s c"}
 
 
 def _define(row: Layer, view_of: Callable[..., View]) -> Function:
+    centers = row.op != "rms_norm"
+    gradients = _gradients if row.name == row.op else _gradients_from_output
+
     def primal(*args: Array | None, **options: Any) -> Array:
         return _forward(row, view_of, *args, **options)[0]  # type: ignore[arg-type]
 
     def fwd(wrt: Mask, *args: Array | None, **options: Any) -> tuple[Array, dict[str, Array]]:
         return _forward(row, view_of, *args, **options)  # type: ignore[arg-type]
 
-    bwd = _bwd if row.name == row.op else _bwd_from_output
-    return define(
-        row,
-        primal,
-        partial(bwd, view_of, row.op != "rms_norm"),
-        fwd,
-        layout=CHANNELS_LAST if "c" in row.args["x"].split() else None,
-    )
+    def bwd(
+        g: Array,
+        wrt: Mask,
+        saved: Saved,
+        shapes: Shapes,
+        *,
+        eps: float,
+        use_fast_variance: bool = True,
+        **options: Any,
+    ) -> Grads:
+        view = view_of(g.shape, **options)
+        g = wide(g).reshape(view.shape)
+        grads = {}
+        if "bias" in wrt:
+            grads["bias"] = view.per_feature(g).reshape(shapes["bias"].shape)
+        if wrt <= {"bias"}:
+            return grads
+        return grads | gradients(view, centers, use_fast_variance, g, wrt, saved, shapes, eps)
+
+    layout = CHANNELS_LAST if "c" in row.args["x"].split() else None
+    return define(row, primal, bwd, fwd, layout=layout)
 
 
 _layer_norm = _define(spec.LAYER_NORM, _of_features)
