@@ -30,7 +30,8 @@ def networks(train: bool = False) -> list[nn.Module]:
 
 
 def targets(program: torch.export.ExportedProgram) -> list[str]:
-    return [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
+    ops = ("placeholder", "call_function")
+    return [str(node.target) for node in program.graph.nodes if node.op in ops]
 
 
 @pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
