@@ -137,7 +137,7 @@ def define(
 
     Returns:
         A function of the row's arguments (positional, ``None`` where absent) and its options
-        (keywords).
+        (keywords: numbers, strings, tuples or ``None``; with others the stock op runs).
     """
     if row.extras and fwd is None:
         raise ValueError(f"row {row.name!r} has extras, so its rule needs a fwd")

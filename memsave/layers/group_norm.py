@@ -358,9 +358,8 @@ def instance_norm(
     params = (running_mean, running_var, weight, bias)
     if use_input_stats is not True:
         if use_input_stats is not False or not torch.is_grad_enabled() or not input.numel():
-            return F.instance_norm(
-                input, *params, use_input_stats, momentum, eps
-            )  # or stock's error
+            # (Or stock's error.)
+            return F.instance_norm(input, *params, use_input_stats, momentum, eps)
         running = _as_weight(running_mean, running_var, input, weight)
         # (Of another layout stock makes a copy, too.)
         return batch_norm(input.contiguous(), *running, weight, bias, False, momentum, eps)
