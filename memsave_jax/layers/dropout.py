@@ -168,7 +168,7 @@ def dropout(
     if rate == 1.0:
         return jnp.zeros_like(inputs)
     if broadcast_dims:
-        return _dropout_from_rng(inputs, key=key, p=rate, broadcast_dims=tuple(broadcast_dims))
+        return dropout_from_rng(inputs, rate, key, broadcast_dims=broadcast_dims)
     return _dropout(inputs, key=key, p=rate)
 
 

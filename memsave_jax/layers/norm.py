@@ -272,9 +272,8 @@ def layer_norm(
         scale, bias: ``(i,)`` or ``None``.
         epsilon, dtype, use_fast_variance: As in :class:`flax.nnx.LayerNorm`.
     """
-    return _layer_norm(
-        x, scale, bias, eps=epsilon, dtype=dtype, use_fast_variance=use_fast_variance
-    )
+    options = {"eps": epsilon, "dtype": dtype, "use_fast_variance": use_fast_variance}
+    return _layer_norm(x, scale, bias, **options)
 
 
 def layer_norm_from_output(
@@ -287,8 +286,8 @@ def layer_norm_from_output(
     use_fast_variance: bool = True,
 ) -> Array:
     """As :func:`layer_norm`. Keeps its output in place of ``x``; ``scale`` may have no zero."""
-    options = {"eps": epsilon, "dtype": dtype}
-    return _layer_norm_from_output(x, scale, bias, use_fast_variance=use_fast_variance, **options)
+    options = {"eps": epsilon, "dtype": dtype, "use_fast_variance": use_fast_variance}
+    return _layer_norm_from_output(x, scale, bias, **options)
 
 
 def group_norm(
@@ -363,10 +362,8 @@ def instance_norm_from_output(
     use_fast_variance: bool = True,
 ) -> Array:
     """As :func:`instance_norm`. Keeps its output in place of ``x``; ``scale`` may have no zero."""
-    options = {"eps": epsilon, "dtype": dtype}
-    return _instance_norm_from_output(
-        x, None, None, scale, bias, use_fast_variance=use_fast_variance, **options
-    )
+    options = {"eps": epsilon, "dtype": dtype, "use_fast_variance": use_fast_variance}
+    return _instance_norm_from_output(x, None, None, scale, bias, **options)
 
 
 def rms_norm(
