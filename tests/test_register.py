@@ -88,6 +88,29 @@ def test_registered_twice(drop_in: type[nn.Module]) -> None:
     assert type(memsave.convert(model())[0]) is MLP
 
 
+def test_defined_twice() -> None:
+    """As where a notebook's cell runs again: the later class is there alone."""
+
+    def cell() -> type[nn.Module]:
+        @memsave.register(spec.SWIGLU)
+        class Again(MLP):
+            forward = SavingMLP.forward
+
+        return Again
+
+    cell()
+    before = memsave.convert(model())
+    last = cell()
+    try:
+        assert DROP_INS[MLP] == [last]
+        assert type(memsave.convert(model())[0]) is last
+        assert type(memsave.revert(before)[0]) is MLP
+        assert type(memsave.convert(before)[0]) is last
+    finally:
+        memsave.unregister(last)
+    assert type(memsave.convert(model())[0]) is MLP
+
+
 def test_the_last_registered_is_the_default() -> None:
     class Louder(nn.ReLU):
         def forward(self, input: Tensor) -> Tensor:

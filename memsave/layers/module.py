@@ -72,7 +72,8 @@ def register(*rows: Layer) -> Callable[[M], M]:
 
     The class replaces exactly the class that it derives from, by a change of ``__class__``: it has
     the same state, and another ``forward`` of the same signature, whose outputs and gradients are
-    the same. The last one registered for a class is the default; :func:`unregister` undoes it.
+    the same. The last one registered for a class is the default, and takes the place of one of the
+    same name (that of a notebook's cell that ran before); :func:`unregister` undoes it.
     Its ``repr`` shows the package. ``torch.jit.script`` compiles the stock module in its place, and
     ``torch.fx`` traces that.
 
@@ -110,14 +111,18 @@ def _register(rows: tuple[Layer, ...], *, default: bool) -> Callable[[M], M]:
         if stock in STOCK:
             raise TypeError(f"{stock.__name__} is a drop-in itself: derive from {STOCK[stock]}")
         candidates = DROP_INS.setdefault(stock, [])
-        if cls in candidates:
-            candidates.remove(cls)
+        if default:
+            candidates[:] = [other for other in candidates if _name(other) != _name(cls)]
         candidates.insert(0 if default else len(candidates), cls)
         ROWS[cls], STOCK[cls] = rows, stock
         _dress(cls, stock)
         return cls
 
     return decorate
+
+
+def _name(cls: Class) -> tuple[str, str]:
+    return cls.__module__, cls.__qualname__
 
 
 def derive(stock: Class, forward: Callable[..., Any], *rows: Layer) -> Class:

@@ -81,7 +81,7 @@ OF_WIDE_FLOATS(double)
 #define RELU_OF_HALF(NAME, INFINITE)                                                    \
     TO_BITS(NAME, int16_t, int16_t, , , uint16_t, const int16_t magnitude = v & 0x7fff; \
             flag = (magnitude > INFINITE) | (v > 0);                                    \
-            y[j] = (v < 0) & (magnitude <= INFINITE) & (magnitude != 0) ? 0 : v)
+            y[j] = ((v < 0) & (magnitude <= INFINITE) & (magnitude != 0)) ? 0 : v)
 RELU_OF_HALF(relu_bfloat16, 0x7f80)
 RELU_OF_HALF(relu_float16, 0x7c00)
 
