@@ -205,8 +205,8 @@ def differentiable(rule: Rule) -> Callable[..., Any]:
         wanted = 0
         if is_grad_enabled():
             for place, bit in bit_of:
-                arg = args[place]
-                if isinstance(arg, Tensor) and arg.requires_grad:
+                # (No variable, after which torch.jit.trace would name the argument.)
+                if isinstance(args[place], Tensor) and args[place].requires_grad:
                     wanted |= bit
         stock_only, run = (_untraceable, function.apply) if compiling else (_unservable, apply)
         if not wanted or stock_only(rule, args, options):

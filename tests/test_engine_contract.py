@@ -1477,3 +1477,16 @@ def test_a_default_device(cls, device: str, by_nodes_and_by_rules) -> None:
         (expected_node, *expected), (node, *actual) = outcomes
         same(actual, expected, rtol=0, atol=0)
         assert node is expected_node
+
+
+@helpers.every_class
+def test_where_saved_tensors_may_be_overwritten(cls, by_nodes_and_by_rules) -> None:
+    """A mode of torch's that follows what every operation writes to."""
+    for drop_in in helpers.drop_ins(cls):
+        results = []
+        for one in (cls, drop_in):
+            layer, x = helpers.build(one), helpers.module_input(cls)
+            torch.manual_seed(2)
+            with torch.autograd.graph.allow_mutation_on_saved_tensors():
+                results.append(helpers.step(layer, x))
+        same(results[1], results[0])

@@ -85,6 +85,22 @@ def test_jit_trace() -> None:
     same(dict(traced.state_dict()), dict(stock_model.state_dict()))
 
 
+class After(nn.Sequential):
+    """A layer of something that no variable has."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * 1)
+
+
+@pytest.mark.filterwarnings("ignore:Converting a tensor to a Python")
+@every_class
+def test_jit_trace_of_layers_within(cls: type[nn.Module]) -> None:
+    """The graph has the same names with gradients and without, which torch compares."""
+    x = helpers.module_input(cls)
+    for drop_in in helpers.drop_ins(cls):
+        torch.jit.trace(After(helpers.build(drop_in).eval()), (x,))
+
+
 @pytest.mark.parametrize("compiler", ["script", "trace"])
 def test_part_in_torchscript(compiler: str) -> None:
     """It is left as it is, also by dry runs."""
@@ -240,6 +256,21 @@ def test_make_fx() -> None:
 
     expected, actual = (traced(model)(x) for model in networks())
     same(actual, expected)
+
+
+@pytest.mark.parametrize("drop_in", helpers.drop_ins(nn.RMSNorm))
+def test_make_fx_of_any_sizes(drop_in: type[nn.Module]) -> None:
+    """(What other stock layers do asks for the numbers.)"""
+
+    def gradient(x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad(layer(x).square().sum(), x)[0]
+
+    layer = helpers.build(drop_in)
+    x = helpers.module_input(nn.RMSNorm).detach()
+    trace = make_fx(gradient, tracing_mode="symbolic", _allow_non_fake_inputs=True)
+    x, traced = torch.cat([x, x + 1]), trace(x)
+    same(traced(x), gradient(x))
 
 
 @pytest.mark.filterwarnings("ignore:Your compiler for AOTAutograd:UserWarning")

@@ -792,6 +792,47 @@ def test_norms_of_arrays_of_numpy() -> None:
     np.testing.assert_array_equal(F.group_norm(x, num_groups=2), expected)
 
 
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+@pytest.mark.parametrize(
+    ("x", "labels"),
+    [
+        ((2, 300), np.array([2, 156], np.uint8)),
+        ((2, 300), np.array([-1, 127], np.int8)),
+        ((2, 70000), np.array([156, 65436], np.uint16)),
+        ((2, 5), np.array([-1, -5], np.int32)),
+        ((1, 5), np.array([3, 0, 4], np.int32)),
+        ((3, 1, 5), np.array([[3, 0]], np.int32)),
+        ((4, 5), np.array([1], np.int32)),
+    ],
+    ids=lambda of: f"{of.dtype}{of.tolist()}" if isinstance(of, np.ndarray) else str(of),
+)
+@every_form
+def test_labels_are_those_of_optax(
+    x: tuple[int, ...], labels: np.ndarray, reduction: str, form: str
+) -> None:
+    """Negative ones, of narrow dtypes, and those that broadcast."""
+    logits = jnp.asarray(np.random.default_rng(0).normal(size=x))
+    total = {"sum": jnp.sum, "mean": jnp.mean, "none": lambda x: x}[reduction]
+
+    def stock(x: Any) -> Any:
+        return total(optax.softmax_cross_entropy_with_integer_labels(x, labels))
+
+    with function.using(form):
+        y, pull = jax.vjp(lambda x: F.cross_entropy(x, labels, reduction=reduction), logits)
+        expected, pull_stock = jax.vjp(stock, logits)
+        assert_close(y, expected)
+        g = jnp.arange(1.0, 1 + y.size).reshape(y.shape)
+        assert_close(pull(g), pull_stock(g))
+
+
+@pytest.mark.parametrize("shape", [(2, 5), (), (3,), (1, 2)], ids=str)
+def test_labels_have_one_axis_less(shape: tuple[int, ...]) -> None:
+    x, labels = jnp.zeros((2, 5)), jnp.zeros(shape, jnp.int32)
+    for loss in (F.cross_entropy, optax.softmax_cross_entropy_with_integer_labels):
+        with pytest.raises(ValueError):
+            loss(x, labels)
+
+
 @every_form
 def test_cross_entropy_in_another_dtype(form: str) -> None:
     """It keeps the narrow logits, and computes as stock does with wide ones."""

@@ -9,6 +9,7 @@ Embeddings keep nothing of the kind. Convolutions are left alone.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -45,7 +46,7 @@ DROPOUT_LINEAR = Layer(
 
 
 def _rows(x: Tensor) -> Tensor:
-    return x.reshape(x.shape[:-1].numel(), x.shape[-1])
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def _linear(x: Tensor, weight: Tensor, *, flat: bool) -> Tensor:

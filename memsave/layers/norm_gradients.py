@@ -129,7 +129,7 @@ def like_argument(grad: Tensor, shapes: Shapes, name: str) -> Tensor:
 def grouped(tensor: Tensor, groups: int | None) -> Tensor:
     """``(n, c, *s)`` to ``(n, g, k, s)``; without groups ``(*n, i)`` to ``(n, 1, i, 1)``."""
     if groups is None:
-        return wide(tensor).reshape(tensor.shape[:-1].numel(), 1, tensor.shape[-1], 1)
+        return wide(tensor).reshape(math.prod(tensor.shape[:-1]), 1, tensor.shape[-1], 1)
     n, c, *s = tensor.shape
     return wide(tensor).reshape(n, groups, c // groups, math.prod(s))
 

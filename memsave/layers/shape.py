@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _len_torch_dispatch_stack
 from torch.compiler import is_dynamo_compiling
 
 from .._context import is_final, is_plain_gradient
@@ -70,9 +71,10 @@ def placeholder(g: Tensor, shape: Sequence[int], dtype: torch.dtype | None = Non
 
 def by_shape(backward: Callable[..., Tensor], g: Tensor, like: Like, *args: Any) -> Tensor:
     """The gradient of ``x`` by a kernel that asks ``x`` for its shape and memory format alone. If
-    nobody looks on, the gradient itself, yet to be written, stands in for it.
+    nobody looks on, the gradient itself, yet to be written, stands in for it. (There are modes that
+    know what a kernel writes to by the name ``out`` alone.)
     """
-    if not is_final(g):
+    if not is_final(g) or _len_torch_dispatch_stack():
         return in_format(backward(g, placeholder(g, like.shape), *args), like)
     dx = empty_in_format(g, like)
     return backward(in_format(g, like), dx, *args, grad_input=dx)

@@ -31,12 +31,16 @@ def _softmax(saved: Saved, dtype: Any) -> Array:
 
 
 def _of_targets(
-    target: Array, weight: Array | None, ignore_index: int, dtype: Any
+    x: Array, target: Array, weight: Array | None, ignore_index: int
 ) -> tuple[Array, Array, Array]:
     """Which positions count, the class of each (any, if it does not), and that class's weight."""
+    target = jnp.broadcast_to(target, jnp.broadcast_shapes(target.shape, x.shape[:-1]))
+    if target.dtype.itemsize < 4:  # and may hold neither all classes nor ignore_index
+        target = target.astype(jnp.int32)
     counts = target != ignore_index
-    index = jnp.where(counts, target, 0)
-    of_target = jnp.ones((), dtype) if weight is None else weight[index]
+    index = jnp.where(target < 0, target + x.shape[-1], target)  # as indices of arrays are
+    index = jnp.where(counts, index, 0)
+    of_target = jnp.ones((), x.dtype) if weight is None else weight[index]
     return counts, index, jnp.where(counts, of_target, jnp.zeros((), of_target.dtype))
 
 
@@ -53,7 +57,7 @@ def _primal(
     if weight is not None and weight.shape != x.shape[-1:]:
         raise ValueError(f"weight is {weight.shape}, not one of each of {x.shape[-1]} classes")
     x, log_sum = _normalized(x, dtype)
-    counts, index, of_target = _of_targets(target, weight, ignore_index, x.dtype)
+    counts, index, of_target = _of_targets(x, target, weight, ignore_index)
     logp = jnp.take_along_axis(x, index[..., None], -1) - log_sum
     loss = of_target * -logp[..., 0]
     if label_smoothing:
@@ -112,18 +116,19 @@ def _bwd(
     dtype: Any = None,
 ) -> Grads:
     p, weight = _softmax(saved, dtype), saved["weight"]
-    counts, index, of_target = _of_targets(saved["target"], weight, ignore_index, p.dtype)
+    counts, index, of_target = _of_targets(p, saved["target"], weight, ignore_index)
     if reduction == "mean":
         g = g / of_target.sum()
     g = jnp.where(counts, g, jnp.zeros((), g.dtype))
     hard = (g * of_target * (1 - label_smoothing))[..., None]
-    is_target = lax.broadcasted_iota(index.dtype, p.shape, p.ndim - 1) == index[..., None]
+    classes = lax.broadcasted_iota(index.dtype, (*index.shape, p.shape[-1]), index.ndim)
+    is_target = classes == index[..., None]
     q = jnp.where(is_target, hard, jnp.zeros((), hard.dtype))
     if not label_smoothing:
-        return {"x": p * hard - q}
+        return {"x": _summed(p * hard - q, p.shape)}
     soft = (g * (label_smoothing / p.shape[-1]))[..., None]
     total = hard + soft * (p.shape[-1] if weight is None else weight.sum())
-    return {"x": p * total - q - _of_classes(soft, weight)}
+    return {"x": _summed(p * total - q - _of_classes(soft, weight), p.shape)}
 
 
 def _bwd_of_probabilities(
@@ -181,15 +186,24 @@ def cross_entropy(
 
     Args:
         logits: ``(*, c)``.
-        labels: Indices of classes, ``(*)``; or probabilities, ``(*, c)``, which broadcast.
+        labels: Indices of classes, ``(*)``, of which negative ones count from the end; or
+            probabilities, ``(*, c)``. Either broadcast.
         weight: Of the classes, ``(c,)``.
         ignore_index: The label of positions that do not count. (Of indices only.)
         reduction: ``"none"``, ``"sum"``, or ``"mean"``: by the weights of what counts.
         label_smoothing: The part of a label that is spread over all classes.
         dtype: To compute in, and of the loss. Default: that of the logits.
+
+    Returns:
+        The losses, ``(*)``, or their sum or mean.
+
+    Raises:
+        ValueError: The axes of the arguments do not fit, or there is no such reduction.
     """
     logits, labels = jnp.asarray(logits), jnp.asarray(labels)
     options = {"reduction": reduction, "label_smoothing": label_smoothing, "dtype": dtype}
     if jnp.issubdtype(labels.dtype, jnp.floating):
         return _cross_entropy_of_probabilities(logits, labels, weight, **options)
+    if labels.ndim != logits.ndim - 1:
+        raise ValueError(f"labels {labels.shape} have not one axis less than logits {logits.shape}")
     return _cross_entropy(logits, labels, weight, ignore_index=ignore_index, **options)
