@@ -24,7 +24,7 @@ from flax.nnx.nn import activations
 
 from memsave.spec import Layer
 
-from ._coverage import Coverage, Entry, Status, named, unwrapped
+from ._coverage import Coverage, Entry, Status, named, package, unwrapped
 
 logger = logging.getLogger("memsave")
 
@@ -162,6 +162,8 @@ def _fate(node: Any) -> Iterator[tuple[str, Status, str]]:
         yield kind.__name__, "skipped", "not in the table"
 
 
+#: Whose code is not the user's to change.
+_LIBRARIES = {"flax", "jax", "memsave_jax", "optax"}
 _OTHER_FUNCTIONS = [
     nnx.min_pool,
     *(f for name in activations.__all__ if not isinstance(f := getattr(activations, name), type)),
@@ -184,18 +186,13 @@ def _out_of_reach(node: Any) -> Iterator[tuple[str, Status, str]]:
     users = {}
     for member in members:
         code = unwrapped(member, functions)
-        if isinstance(code, FunctionType) and not _is_library(code):
+        if isinstance(code, FunctionType) and package(code) not in _LIBRARIES:
             users |= {id(function): function for function in named(code, functions)}
     if users:
         names = [function.__name__ for function in users.values()]
         ours = ", ".join(f"memsave_jax.nnx.{name}" for name in names)
         layer = type(node) if isinstance(node, nnx.Module) else unwrapped(node)
         yield layer.__name__, "skipped", f"its code names {', '.join(names)}: use {ours} there"
-
-
-def _is_library(function: FunctionType) -> bool:
-    package = (function.__module__ or "").partition(".")[0]
-    return package in ("flax", "jax", "memsave_jax", "optax")
 
 
 def _choose(node: Any, name: str, policy: Policy | None) -> Any:

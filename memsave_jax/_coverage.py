@@ -56,7 +56,7 @@ def named(code: FunctionType, wanted: Collection[Any]) -> list[Any]:
             value = unwrapped(value, wanted)
             if any(value is each for each in wanted):
                 found += [] if any(value is each for each in found) else [value]
-            elif isinstance(value, FunctionType) and _package(value) == _package(code):
+            elif isinstance(value, FunctionType) and package(value) == package(code):
                 todo += [] if value in seen else [value]
                 seen.add(value)
     return found
@@ -75,7 +75,7 @@ def unwrapped(value: Any, wanted: Collection[Any] = ()) -> Any:
     return value
 
 
-def _package(function: FunctionType) -> str:
+def package(function: FunctionType) -> str:
     return (function.__module__ or "").partition(".")[0]
 
 

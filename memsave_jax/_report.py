@@ -428,7 +428,8 @@ def _columns(lines: list[tuple[str, ...]]) -> Iterable[str]:
 def report(fn: Callable[..., Any], *args: Any, wrt: Wrt = 0, compiled: bool = True) -> Report:
     """Report what ``fn(*args)`` keeps for backward: with stock ops, and as it is.
 
-    Nothing is run. ``fn`` is traced, twice; a module among ``args`` is not changed by that.
+    Nothing is run. ``fn`` is traced twice, and twice more to compile it; a module among ``args`` is
+    not changed by that.
 
     *Eagerly*, what is kept is what the pull-back of :func:`jax.vjp` holds, each array once, without
     the arguments and the arrays that ``fn`` closes over, which are alive anyway. ``rows`` say who

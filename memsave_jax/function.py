@@ -56,6 +56,8 @@ Mask = frozenset[str]
 Saved = Mapping[str, Any]
 Shapes = Mapping[str, Any]
 Grads = dict[str, Array]
+#: Of any arguments: JAX types them.
+Function = Callable[..., Any]
 Form = Literal["custom_jvp", "custom_vjp", "stock"]
 
 
@@ -135,7 +137,8 @@ def differentiable(rule: Rule) -> Callable[..., Any]:
     has_bits = any(extra.bits == 1 for extra in rule.row.extras.values())
 
     @functools.lru_cache(maxsize=1024)
-    def function(form: str, static: tuple[tuple[str, Any, str], ...]) -> Callable[..., Any]:
+    def specialized(form: str, static: tuple[tuple[str, Any, str], ...]) -> Function:
+        """To options: of each its name, its value, and what else tells it from equal ones."""
         return _FORMS[form](rule, {name: option for name, option, _ in static})
 
     def layer(*args: Any, **options: Any) -> Any:
@@ -153,11 +156,11 @@ def differentiable(rule: Rule) -> Callable[..., Any]:
         if not arrays.keys() <= {"key"}:
             return rule.primal(*args, **options)
         static = tuple(
-            (name, _hashable(value), _apart(value))
+            (name, _hashable(value), _distinction(value))
             for name, value in options.items()
             if name not in arrays
         )
-        return function(form, static)(arrays, *args)
+        return specialized(form, static)(arrays, *args)
 
     layer.__name__ = layer.__qualname__ = rule.row.name
     layer.__doc__ = f"The row ``{rule.row.name}`` as a differentiable function."
@@ -179,7 +182,7 @@ def _hashable(option: Any) -> Any:
     return tuple(map(_hashable, option)) if isinstance(option, list | tuple) else option
 
 
-def _apart(option: Any) -> str:
+def _distinction(option: Any) -> str:
     """What equal numbers may differ in: 1 and 1.0 (or NumPy's, which promote), 0.0 and -0.0."""
     return repr(option) if isinstance(option, int | float | np.generic) else ""
 
@@ -187,6 +190,16 @@ def _apart(option: Any) -> str:
 def is_number(option: Any) -> bool:
     """No array, nor a scalar of NumPy's, which has a dtype to promote to."""
     return type(option) in (int, float)
+
+
+def _named(rule: Rule, options: dict[str, Any]) -> Function:
+    """The stock op, under the name of the row, which programs show."""
+
+    def function(arrays: dict[str, Any], *args: Any) -> Any:
+        return rule.primal(*args, **arrays, **options)
+
+    function.__name__ = function.__qualname__ = rule.row.name
+    return function
 
 
 def _by_custom_jvp(rule: Rule, options: dict[str, Any]) -> Callable[..., Any]:
@@ -207,11 +220,9 @@ def _by_custom_jvp(rule: Rule, options: dict[str, Any]) -> Callable[..., Any]:
 
     # JAX remembers what it has traced of a function: so there is one for all layers of the same
     # types. (But for those on a mesh, as some of its operations remember the devices, too.)
-    remembered = functools.lru_cache(maxsize=256)(pushing)
+    remembered = functools.lru_cache(maxsize=64)(pushing)
 
-    @jax.custom_jvp
-    def function(arrays: dict[str, Any], *args: Any) -> Any:
-        return rule.primal(*args, **arrays, **options)
+    function = jax.custom_jvp(_named(rule, options))
 
     def jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> Any:
         (arrays, *args), (_, *dxs) = primals, tangents
@@ -263,9 +274,7 @@ def _by_custom_vjp(rule: Rule, options: dict[str, Any]) -> Callable[..., Any]:
     names = tuple(row.args)
     every = row.saves(frozenset(row.reads))
 
-    @jax.custom_vjp
-    def function(arrays: dict[str, Any], *args: Any) -> Any:
-        return rule.primal(*args, **arrays, **options)
+    function = jax.custom_vjp(_named(rule, options))
 
     def forward(arrays: dict[str, Any], *args: Any) -> Any:
         arrays = {name: array.value for name, array in arrays.items()}

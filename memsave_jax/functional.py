@@ -2,7 +2,8 @@
 
 Shapes, dtypes, results and errors are those of what each of them names: activations and curves take
 any shape and real floating dtype, and return the same. A function ``*_from_output`` takes what that
-without the ending does.
+without the ending does. (Layers of Flax cast their parameters and inputs to one dtype. The
+functions do not: :func:`linear` promotes them, :func:`conv` and :func:`conv_transpose` refuse to.)
 """
 
 from .layers.activation import (

@@ -28,7 +28,8 @@ from .function import RULES
 
 #: Flax's names of a row's arguments. (PyTorch's are the table's.)
 LINEAR = {"weight": "kernel", "bias": "bias"}
-NORM = {"weight": "scale", "bias": "bias", "running_mean": "mean", "running_var": "var"}
+NORM = {"weight": "scale", "bias": "bias"}
+BATCH_NORM = {**NORM, "running_mean": "mean", "running_var": "var"}
 CONV = (spec.CONV1D, spec.CONV2D, spec.CONV3D)
 CONV_TRANSPOSE = (spec.CONV_TRANSPOSE1D, spec.CONV_TRANSPOSE2D, spec.CONV_TRANSPOSE3D)
 
@@ -42,7 +43,8 @@ def load_state_dict(
     """Write a PyTorch model's weights into its twin, in place. Both may be converted or not.
 
     Args:
-        model: Has Linear, Conv, ConvTranspose and BatchNorm layers with the shapes of PyTorch's.
+        model: Has Linear, Conv, ConvTranspose, Embed, BatchNorm, LayerNorm, GroupNorm, InstanceNorm
+            and RMSNorm layers with the shapes of PyTorch's. What others have stays as it is.
         state_dict: ``torch_model.state_dict()``, tensors on the CPU or arrays.
         rename: Path of a layer in ``model``, as ``"stages.0.conv"``, to that in the state dict.
 
@@ -54,7 +56,7 @@ def load_state_dict(
     for name, variable, row, argument, layer in _weights(model, rename):
         if name not in state_dict:
             raise KeyError(f"the state dict has no {name!r}, which the model needs")
-        array = _to_jax(np.asarray(state_dict[name]), row, argument, layer)
+        array = _to_jax(_array(state_dict[name]), row, argument, layer)
         if array.shape != variable.shape:
             raise ValueError(f"{name} has shape {array.shape} here, the model {variable.shape}")
         todo.append((variable, jnp.asarray(array, variable.dtype)))
@@ -71,12 +73,29 @@ def state_dict(
     """The inverse of :func:`load_state_dict`: arrays by PyTorch's names, in PyTorch's layout.
 
     ``torch_model.load_state_dict({name: torch.from_numpy(array) ...}, strict=False)`` reads them
-    (not strict, as Flax counts no batches).
+    (not strict, as Flax counts no batches). Those of bfloat16, which NumPy does not have, are of
+    float32, which holds them.
+
+    Raises:
+        KeyError: The model has parameters that belong to none of the layers named there.
     """
-    return {
-        name: _to_torch(np.asarray(variable[...]), row, argument, layer)
-        for name, variable, row, argument, layer in _weights(model, rename)
-    }
+    arrays, taken = {}, set()
+    for name, variable, row, argument, layer in _weights(model, rename):
+        array = np.asarray(variable[...])
+        array = array.astype(np.float32) if array.dtype == jnp.bfloat16 else array
+        arrays[name] = _to_torch(array, row, argument, layer)
+        taken.add(id(variable))
+    for path, node in nnx.iter_graph(model):
+        if isinstance(node, nnx.Param) and id(node) not in taken:
+            name = ".".join(map(str, path))
+            raise KeyError(f"{name!r} is of no layer of which PyTorch's layout is known")
+    return arrays
+
+
+def _array(value: Any) -> np.ndarray:
+    """(NumPy reads no bfloat16 of PyTorch's.)"""
+    is_narrow = str(getattr(value, "dtype", None)) == "torch.bfloat16"
+    return np.asarray(value.float() if is_narrow else value)
 
 
 def _weights(
@@ -100,7 +119,13 @@ def _row(layer: nnx.Module) -> tuple[Layer, dict[str, str]]:
     if isinstance(layer, nnx.ConvTranspose):
         return CONV_TRANSPOSE[len(layer.kernel_size) - 1], LINEAR
     if isinstance(layer, nnx.BatchNorm):
-        return spec.BATCH_NORM_EVAL, NORM
+        return spec.BATCH_NORM_EVAL, BATCH_NORM
+    if isinstance(layer, nnx.LayerNorm | nnx.GroupNorm | nnx.InstanceNorm):
+        return spec.LAYER_NORM, NORM
+    if isinstance(layer, nnx.RMSNorm):
+        return spec.RMS_NORM, {"weight": "scale"}
+    if isinstance(layer, nnx.Embed):
+        return spec.EMBEDDING, {"weight": "embedding"}
     return spec.LINEAR, {}
 
 

@@ -14,8 +14,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+#: Unsigned integers by their bits, for the smallest that hold an index.
+OFFSET = {8: jnp.uint8, 16: jnp.uint16, 32: jnp.uint32}
 
-def parts(x: Array) -> tuple[int, ...]:
+
+def shards_per_axis(x: Array) -> tuple[int, ...]:
     """Into how many parts each axis is sharded, by axes of a mesh that are ``Explicit``."""
     sharding = jax.typeof(x).sharding
     sizes = dict(sharding.mesh.shape)
@@ -33,7 +36,7 @@ def is_packable(x: Array) -> bool:
     """
     if not jnp.ndim(x):
         return True
-    count = parts(x)[-1]
+    count = shards_per_axis(x)[-1]
     return is_known(x.shape[-1:]) and (count == 1 or x.shape[-1] % (8 * count) == 0)
 
 
@@ -50,16 +53,16 @@ def pack(booleans: Array) -> Array:
     rest = [(0, 0)] * (booleans.ndim - 1)
     padded = jnp.pad(booleans, [*rest, (0, -size % 8)])
     bits = padded.reshape(*padded.shape[:-1], padded.shape[-1] // 8, 8).astype(jnp.uint8)
-    return jnp.sum(bits << _places(bits.ndim), axis=-1, dtype=jnp.uint8)
+    return jnp.sum(bits << _bit_positions(bits.ndim), axis=-1, dtype=jnp.uint8)
 
 
 def unpack(packed: Array, shape: tuple[int, ...]) -> Array:
     """The booleans of this shape."""
-    bits = (packed[..., None] >> _places(packed.ndim + 1)) & jnp.uint8(1)
+    bits = (packed[..., None] >> _bit_positions(packed.ndim + 1)) & jnp.uint8(1)
     bits = bits.reshape(*packed.shape[:-1], packed.shape[-1] * 8).astype(bool)
     return bits[..., : shape[-1]] if shape else bits[0]
 
 
-def _places(ndim: int) -> Array:
+def _bit_positions(ndim: int) -> Array:
     """Along the last of so many axes. (Of one alone ``jax.numpy_rank_promotion`` may complain.)"""
     return jnp.arange(8, dtype=jnp.uint8).reshape(*[1] * (ndim - 1), 8)

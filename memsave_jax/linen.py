@@ -7,6 +7,7 @@ How whole models are converted is in ``_convert_linen.py``.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable
 from typing import Any
 
 from . import _require
@@ -51,6 +52,7 @@ from .functional import (
     swish,
     tanh,
 )
+from .layers.norm import is_last
 
 __all__ = [
     "BatchNorm",
@@ -140,7 +142,7 @@ def _is_plain(module: Any, shape: tuple[int, ...], named: tuple[str, ...]) -> bo
 
 
 def _tuple(sizes: Any) -> tuple[int, ...]:
-    return (sizes,) if isinstance(sizes, int) else tuple(sizes)
+    return tuple(sizes) if isinstance(sizes, Iterable) else (sizes,)
 
 
 @drop_in(spec.LINEAR)
@@ -272,9 +274,9 @@ def _takes(module: Any, x: Any, mask: Array | None) -> bool:
             and not x.shape[-1] % count
         )
     elif isinstance(module, nn.InstanceNorm):
-        usual = module.feature_axes == -1 and x.ndim > 1
+        usual = x.ndim > 1 and is_last(x, module.feature_axes)
     else:
-        usual = module.reduction_axes == module.feature_axes == -1
+        usual = is_last(x, module.reduction_axes) and is_last(x, module.feature_axes)
     return (
         usual
         and mask is None

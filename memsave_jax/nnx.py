@@ -59,6 +59,7 @@ from .functional import (
     swish,
     tanh,
 )
+from .layers.norm import is_last
 
 __all__ = [
     "BatchNorm",
@@ -178,7 +179,7 @@ class Linear(nnx.Linear):
 
 
 #: What the functions take as padding, other than numbers.
-PADDING = ("SAME", "VALID", "CIRCULAR")
+_PADDING = ("SAME", "VALID", "CIRCULAR")
 
 
 def _is_plain(layer: nnx.Conv | nnx.ConvTranspose, padding: Any, named: tuple[str, ...]) -> bool:
@@ -216,7 +217,7 @@ class Conv(nnx.Conv):
     def __call__(self, inputs: Any, out_sharding: Any = None) -> Array:
         padding = canonicalize_padding(self.padding, len(self.kernel_size))
         if (
-            not _is_plain(self, padding, (*PADDING, "REFLECT", "CAUSAL"))
+            not _is_plain(self, padding, (*_PADDING, "REFLECT", "CAUSAL"))
             or self.conv_general_dilated is not lax.conv_general_dilated
             or out_sharding is not None
         ):
@@ -236,7 +237,7 @@ class ConvTranspose(nnx.ConvTranspose):
 
     def __call__(self, inputs: Any) -> Array:
         padding = canonicalize_padding(self.padding, len(self.kernel_size))
-        if not _is_plain(self, padding, PADDING):
+        if not _is_plain(self, padding, _PADDING):
             return super().__call__(inputs)
         return functional.conv_transpose(
             *_operands(self, inputs),
@@ -288,15 +289,16 @@ class BatchNorm(nnx.BatchNorm):
 
 def _takes(layer: Any, x: Any, mask: Array | None) -> bool:
     """Whether the functions take what a layer that normalizes is asked for."""
+    if not hasattr(x, "dtype"):  # of a list, which stock takes
+        return False
     if isinstance(layer, nnx.GroupNorm):
         usual = layer.reduction_axes is None and x.ndim > 1
     elif isinstance(layer, nnx.InstanceNorm):
-        usual = layer.feature_axes == -1 and x.ndim > 1
+        usual = x.ndim > 1 and is_last(x, layer.feature_axes)
     else:
-        usual = layer.reduction_axes == layer.feature_axes == -1
+        usual = is_last(x, layer.reduction_axes) and is_last(x, layer.feature_axes)
     return (
         usual
-        and hasattr(x, "dtype")  # (stock takes a list)
         and mask is None
         and layer.axis_name is None
         and layer.promote_dtype is promote_dtype

@@ -331,3 +331,54 @@ def test_a_forward_that_fake_tensors_cannot_follow() -> None:
     x = torch.randn(4, WIDTH)
     model = nn.Sequential(Strict(), *chain(["linear", "relu", "linear"]))
     assert type(memsave.convert(model, x)[2]) is memsave.nn.ReLUFromOutput
+
+
+def test_outputs_of_a_layer_that_is_used_twice_are_told_apart() -> None:
+    """The first is kept anyway, the second not."""
+
+    class Doubled(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * 2
+
+    act = nn.ReLU()
+    model = Doubled(nn.Linear(WIDTH, WIDTH), act, nn.Linear(WIDTH, WIDTH), act)
+    memsave.convert(model, torch.randn(4, WIDTH))
+    assert type(act) is memsave.nn.ReLU
+
+
+def test_a_layer_that_can_keep_nothing() -> None:
+    """Backward fails, as it does of stock; but nobody has asked for it."""
+
+    class Overwrites(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.linear(x)
+            y = self.norm(h)
+            h.zero_()
+            return y.mul_(2)
+
+    model = memsave.convert(Overwrites(), torch.randn(4, WIDTH))
+    assert type(model.norm) is memsave.nn.LayerNorm
+
+
+def test_the_last_options_where_layers_form_no_forest() -> None:
+    """From the others, no change of one layer keeps less."""
+    both, nothing, own = Option(frozenset("xy"), 0), Option(frozenset(), 0), Option(frozenset(), 3)
+    options = {"1": [both, nothing], "2": [both, own]}
+    assert _choose.choose(options, {"x": 2, "y": 2}) == {"1": 1, "2": 1}
+
+
+def test_layers_in_a_ring() -> None:
+    x, y, z = (Option(frozenset(t), 0) for t in "xyz")
+    options, sizes = {"1": [x, y], "2": [y, z], "3": [z, x]}, {"x": 2, "y": 3, "z": 4}
+    assert _choose.total(_choose.choose(options, sizes), options, sizes) == 5
+
+
+def test_norms_on_meta() -> None:
+    """Of which nobody can read the weights: as if they were those of a trained model."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4)).to("meta")
+    memsave.convert(model, torch.ones(2, 4, device="meta"))
+    assert type(model[1]) is memsave.nn.LayerNormFromOutput

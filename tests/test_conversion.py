@@ -13,10 +13,12 @@ import warnings
 from collections.abc import Callable
 
 import helpers
+import numpy as np
 import pytest
 import torch
 from helpers import every_class, same
 from torch import Tensor, nn
+from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrizations, parametrize, prune
 
 import memsave
@@ -523,7 +525,17 @@ def test_lazy_modules_must_be_initialized_to_be_measured(measure: Callable[..., 
         measure(model, x)
     assert type(model[1]) is nn.ReLU
     model(x)
+    assert type(model[0]) is nn.Conv2d
     measure(model, x)
+
+
+def test_a_lazy_module_that_becomes_no_other() -> None:
+    class Lazy(LazyModuleMixin, nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x
+
+    model = memsave.convert(nn.Sequential(Lazy(), nn.ReLU()))
+    assert [type(module) for module in model] == [Lazy, memsave.nn.ReLU]
 
 
 # Choosing.
@@ -623,3 +635,23 @@ def test_shared_memory() -> None:
     model = memsave.convert(network()).share_memory()
     assert all(p.is_shared() for p in model.parameters())
     agree(model, network())
+
+
+def test_a_model_without_layers_for_inputs_warns() -> None:
+    with pytest.warns(UserWarning, match="found nothing to convert"):
+        memsave.convert(nn.Sequential(nn.Flatten()), torch.randn(2, 3))
+
+
+def test_a_convolution_of_its_own_is_a_forward_of_its_own() -> None:
+    class Own(nn.Conv2d):
+        def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            return super()._conv_forward(input, weight * 2, bias)
+
+    (entry,) = memsave.coverage(Own(3, 4, 3))
+    assert entry.reason == "subclass of Conv2d with a forward of its own"
+
+
+def test_attributes_that_compare_by_element() -> None:
+    layer = nn.ReLU()
+    layer.table, layer.other = np.zeros(3), torch.zeros(3)
+    assert type(memsave.convert(layer)) is memsave.nn.ReLU

@@ -453,3 +453,11 @@ def test_a_converted_model() -> None:
         assert kept(lambda: ours(x), ours, x) < before
         actual = helpers.step(network_like(ours), x)
     same(actual, helpers.step(network(), x))
+
+
+def test_rows_that_were_chosen_stay() -> None:
+    """A converted layer runs its own row, not that of the function by which stock computes it."""
+    model = memsave.convert(nn.ReLU(), policy=lambda module, name, rows: rows[-1])
+    x = torch.randn(9, requires_grad=True)
+    with functional_mode():
+        assert rows(lambda: model(x)) == ["relu_from_output"]

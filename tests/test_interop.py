@@ -50,6 +50,14 @@ PAIRS: dict[str, tuple[Any, Any]] = {
         for transposed in (False, True)
     },
     "batch_norm": (lambda: nn.BatchNorm2d(4), lambda r: nnx.BatchNorm(4, epsilon=1e-5, rngs=r)),
+    "group_norm": (
+        lambda: nn.GroupNorm(2, 4),
+        lambda r: nnx.GroupNorm(4, 2, epsilon=1e-5, rngs=r),
+    ),
+    "instance_norm": (
+        lambda: nn.InstanceNorm2d(4, affine=True),
+        lambda r: nnx.InstanceNorm(4, epsilon=1e-5, rngs=r),
+    ),
     "without bias": (
         lambda: nn.Conv2d(4, 6, 1, bias=False),
         lambda r: nnx.Conv(4, 6, (1, 1), use_bias=False, rngs=r),
@@ -91,6 +99,46 @@ def test_layer(pair: tuple[Any, Any], converted: bool) -> None:
     assert back.keys() == expected.keys()
     for name, array in expected.items():
         np.testing.assert_array_equal(back[name], array)
+
+
+def test_layers_of_the_last_axis() -> None:
+    """And embeddings; of bfloat16, which PyTorch and NumPy do not share."""
+
+    class Model(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.tokens = nnx.Embed(8, 4, rngs=rngs)
+            self.norm = nnx.LayerNorm(4, epsilon=1e-5, rngs=rngs)
+            self.scale = nnx.RMSNorm(4, epsilon=1e-5, rngs=rngs)
+
+        def __call__(self, ids: jax.Array) -> jax.Array:
+            return self.scale(self.norm(self.tokens(ids)))
+
+    twin = nn.ModuleDict(
+        {"tokens": nn.Embedding(8, 4), "norm": nn.LayerNorm(4), "scale": nn.RMSNorm(4, eps=1e-5)}
+    )
+    for parameter in twin.parameters():
+        nn.init.normal_(parameter)
+    ids = torch.tensor([[1, 7], [0, 3]])
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 0.1)):
+        model = Model(nnx.Rngs(0))
+        interop.load_state_dict(model, twin.to(dtype).state_dict())
+        y = twin["scale"](twin["norm"](twin["tokens"](ids))).float().detach()
+        np.testing.assert_allclose(model(ids.numpy()), y, atol=tolerance, rtol=tolerance)
+    graph, state = nnx.split(model)
+    narrow = nnx.merge(graph, jax.tree.map(lambda array: array.astype(jnp.bfloat16), state))
+    back = {name: torch.from_numpy(array) for name, array in interop.state_dict(narrow).items()}
+    expected = {name: tensor.clone() for name, tensor in twin.state_dict().items()}
+    nn.init.zeros_(twin["norm"].weight)
+    twin.load_state_dict(back)
+    for name, tensor in twin.state_dict().items():
+        assert torch.equal(tensor, expected[name])
+
+
+def test_what_has_no_place_in_pytorch_is_not_left_out() -> None:
+    layer = Holder(nnx.LoRALinear(4, 6, lora_rank=2, rngs=nnx.Rngs(0)))
+    with pytest.raises(KeyError, match=r"'layer\.lora\.lora_[ab]' is of no layer"):
+        interop.state_dict(layer)
+    interop.load_state_dict(layer, nn.ModuleDict({"layer": nn.Linear(4, 6)}).state_dict())
 
 
 def test_resnet() -> None:

@@ -773,8 +773,11 @@ def test_norms_of_an_empty_batch(name: str, form: str) -> None:
     def loss(x: Any) -> Any:
         return jax.tree.leaves(getattr(F, name)(x, *statistics, **options))[0].sum()
 
-    with function.using(form):
-        assert jax.grad(loss)(jnp.ones((0, 6, 4))).shape == (0, 6, 4)
+    for dtype in (jnp.float32, jnp.bfloat16):
+        x = jnp.ones((0, 6, 4), dtype)
+        with function.using(form):
+            gradient = jax.grad(loss)(x)
+        assert (gradient.shape, gradient.dtype) == (x.shape, x.dtype)
 
 
 def test_dtype_of_averages() -> None:
@@ -994,10 +997,42 @@ def test_derivative_that_the_table_does_not_have_is_stocks() -> None:
 
 
 def test_options_may_be_scalars_of_numpy() -> None:
-    x = jnp.arange(24.0).reshape(8, 3)
-    y, _, _ = F.batch_norm(x, None, None, use_running_average=False, epsilon=np.float64(1e-5))
-    grads = jax.grad(lambda x: F.dropout(x, np.float64(0.5), jax.random.key(0)).sum())(x)
-    assert y.shape == grads.shape == x.shape
+    x, key = jnp.arange(24.0).reshape(8, 3), jax.random.key(0)
+    eps, rate = 1e-5, 0.5
+    (y, _, _), (expected, _, _) = (
+        F.batch_norm(x, None, None, use_running_average=False, epsilon=of(eps))
+        for of in (np.float64, float)
+    )
+    assert_close(y, expected)
+    dx, expected = (
+        jax.grad(lambda x, of=of: F.dropout(x, of(rate), key).sum())(x)
+        for of in (np.float64, float)
+    )
+    assert_close(dx, expected)
+
+
+def test_one_bias_for_all_features() -> None:
+    def loss(bias: Any) -> Any:
+        return (F.conv(jnp.ones((5, 2)), jnp.ones((3, 2, 4)), bias) ** 2).sum()
+
+    actual = jax.grad(loss)(jnp.ones(1))
+    with function.using("stock"):
+        assert_close(actual, jax.grad(loss)(jnp.ones(1)))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: F.instance_norm(jnp.ones(4)),
+        lambda: F.instance_norm_from_output(jnp.ones(4)),
+        lambda: F.adaptive_avg_pool(jnp.ones((2, 4)), ()),
+        lambda: F.adaptive_max_pool(jnp.ones((2,) * 6), (1,) * 4),
+        lambda: F.pad(jnp.ones(4), (1, 1), "constant"),
+    ],
+)
+def test_errors_of_what_flax_does_not_have(call: Callable[[], Any]) -> None:
+    with pytest.raises(ValueError):
+        call()
 
 
 def test_unknown_padding() -> None:

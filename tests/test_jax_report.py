@@ -383,3 +383,20 @@ def test_errors():
         memsave_jax.report(jnp.sin, x, wrt=1)
     with pytest.raises(ValueError, match="no floating output"):
         memsave_jax.report(lambda x: x > 0, x)
+
+
+def test_carries_that_change_places():
+    def function(x):
+        def swap(carry, _):
+            return carry[::-1], None
+
+        (a, b), _ = jax.lax.scan(swap, (jnp.sin(x), jnp.tanh(x)), None, length=3)
+        return a * b
+
+    result = memsave_jax.report(function, jnp.ones(4), compiled=False)
+    assert result.now == result.stock > 0
+
+
+def test_an_argnum_before_the_first():
+    with pytest.raises(ValueError, match="wrt=-3, but fn is called with 2 arguments"):
+        memsave_jax.report(jnp.multiply, jnp.ones(3), jnp.ones(3), wrt=-3)

@@ -209,6 +209,7 @@ NORM: dict[str, tuple[dict[str, Any], Any]] = {
     "numpy": ({}, np.asarray(image())),
     "own promote": ({"promote_dtype": user_promote}, image()),
     "numpy eps": ({"epsilon": np.float64(1e-3)}, image()),
+    "numpy axis": ({"axis": np.int64(-1)}, image()),
 }
 
 
@@ -406,6 +407,17 @@ DROPOUT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm", "InstanceNorm"])
+@pytest.mark.parametrize("axes", [(-1,), 3, (3, -1)], ids=str)
+def test_norms_of_axes_in_another_spelling(name: str, axes: Any) -> None:
+    """They keep no more."""
+    options = {"feature_axes": axes}
+    options |= {} if name.startswith("Instance") else {"reduction_axes": axes}
+    layer, usual, x = layers(mnnx, name, **options), layers(mnnx, name), image()
+    same(layer(x), layers(nnx, name)(x))
+    assert kept(layer, x) == kept(usual, x) < kept(layers(nnx, name), x)
+
+
 @pytest.mark.parametrize("case", DROPOUT)
 def test_dropout(case: str) -> None:
     """The same numbers, and as many are drawn."""
@@ -414,6 +426,16 @@ def test_dropout(case: str) -> None:
         ours, stock = (c(**{"rate": 0.25, **copy.deepcopy(options)}) for c in (cls, nnx.Dropout))
         # (Not compiled: the generator of random numbers would be, again and again.)
         agree(ours, stock, image(3, 10), run=lambda f, *args: f(*args), **call)
+
+
+@pytest.mark.parametrize("rate", [0.0, 1.0])
+def test_dropout_of_nothing_and_of_all_takes_no_key(rate: float) -> None:
+    counts = []
+    for lib in (nnx, mnnx):
+        layer = lib.Dropout(rate, rngs=nnx.Rngs(0))
+        layer(image(3, 10), deterministic=False)
+        counts.append(nnx.to_pure_dict(nnx.state(layer, nnx.RngCount)))
+    same(*counts)
 
 
 def test_dropout_by_rngs_given() -> None:
@@ -437,7 +459,13 @@ def wrong_calls(lib: Any) -> list[Callable[[], Any]]:
         lambda: lib.Dropout(0.5, rngs=nnx.Rngs(0))(jnp.arange(4)),
         lambda: lib.BatchNorm(4, use_running_average=None, rngs=nnx.Rngs(0))(x),
         lambda: lib.BatchNorm(3, rngs=nnx.Rngs(0))(x),
+        lambda: lib.BatchNorm(4, axis=5, rngs=nnx.Rngs(0))(x),
+        lambda: lib.max_pool(x[0, 0], (2, 2)),
+        lambda: lib.max_pool(x[0, 0, 0], (2, 2), padding="SAME"),
+        lambda: lib.avg_pool(x[0, 0, 0, 0], (2, 2), padding="SAME"),
         lambda: lib.Conv(4, 4, padding="CIRCULAR", mask=jnp.ones(3), **conv)(x),
+        lambda: lib.Conv(4, 4, mask=jnp.ones((1, 3, 4, 4)), **conv)(x),
+        lambda: lib.ConvTranspose(4, 4, mask=jnp.ones((1, 3, 4, 4)), **conv)(x),
         lambda: lib.Conv(4, 4, padding="CAUSAL", **conv)(x),
         lambda: lib.Conv(4, 4, padding=(1, 2, 3), **conv)(x),
         lambda: lib.Conv(3, 4, padding="REFLECT", **conv)(x),

@@ -77,6 +77,7 @@ def test_unregister(drop_in: type[nn.Module]) -> None:
     assert type(after[0]) is MLP
     assert type(before[0]) is drop_in
     assert type(memsave.revert(before)[0]) is MLP
+    assert MLP not in DROP_INS
     with pytest.raises(ValueError, match="not registered"):
         memsave.unregister(drop_in)
 

@@ -4,7 +4,9 @@ import gc
 import random
 import threading
 import weakref
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -441,7 +443,8 @@ class Draws(nn.Module):
 
     def state(self) -> object:
         average, averages = self.average.clone(), self.averages["a"].clone()
-        drawn = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
+        _, numbers, place, *_ = np.random.get_state()
+        drawn = random.getstate(), numbers.tolist(), place, torch.get_rng_state()
         return average, averages, self.generator.get_state(), drawn
 
 
@@ -535,3 +538,86 @@ def test_classes_that_were_asked_about_may_go():
     local = asked()
     gc.collect()
     assert local() is None
+
+
+class Applies(nn.Module):
+    """``call(self.part, *inputs)``."""
+
+    def __init__(self, part: nn.Module, call: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.part, self.call = part, call
+
+    def forward(self, *inputs: Any) -> torch.Tensor:
+        return self.call(self.part, *inputs)
+
+
+def test_a_call_of_another_thread_that_has_not_ended():
+    """What is kept meanwhile is not that module's."""
+    entered, ended = threading.Event(), threading.Event()
+
+    def waits(part: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        if threading.current_thread() is not threading.main_thread():
+            entered.set()
+            ended.wait()
+        return x
+
+    def runs(part: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        other = threading.Thread(target=part, args=(x.detach(),))
+        other.start()
+        entered.wait()
+        try:
+            return x.exp()
+        finally:
+            ended.set()
+            other.join()
+
+    model = Applies(Applies(nn.Identity(), waits), runs)
+    report = memsave.report(model, torch.ones(16, requires_grad=True))
+    assert {row.name: row.now for row in report.rows} == {"": 64}
+
+
+def test_a_part_that_fails_and_is_done_without():
+    def fails(part: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        raise ValueError
+
+    def tries(part: nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
+        try:
+            return part[0](x)
+        except ValueError:
+            return part[1](x)
+
+    parts = nn.ModuleList([Applies(nn.Identity(), fails), nn.ReLU()])
+    model = Applies(Applies(parts, tries), lambda part, x: part(x).exp())
+    report = memsave.report(model, torch.ones(16, requires_grad=True))
+    assert {row.name: row.converted for row in report.rows} == {"part.part.1": 2, "": 64}
+
+
+def test_an_input_by_keyword_is_shared():
+    parts = nn.ModuleList([nn.Linear(8, 8), nn.LayerNorm(8)])
+    model = Applies(parts, lambda parts, x: parts[1](input=parts[0](x)))
+    rows = {row.name: row for row in memsave.report(model, torch.ones(4, 8)).rows}
+    assert (rows["part.1"].shared, rows["part.1"].owned) == (128, 2 * 4 * 4)
+
+
+def test_tied_parameters_of_which_one_name_is_wanted():
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    model[1].weight = model[0].weight
+    x = torch.randn(3, 4)
+    for name in ("0.weight", "1.weight"):
+        report = memsave.report(model, x, trainable=lambda module, other, n=name: other == n)
+        assert report.now == memsave.report(model, x).now > 0
+
+
+def test_inputs_that_are_parts_of_the_model():
+    model = Applies(nn.Linear(4, 4), lambda part, x, head: head(x))
+    report = memsave.report(model, torch.ones(2, 4, requires_grad=True), model.part)
+    assert [(row.name, row.parameters, row.now) for row in report.rows] == [("part", 64, 0)]
+
+
+def test_inputs_that_cannot_be_copied():
+    def locks(part: nn.Module, x: torch.Tensor, lock: Any) -> torch.Tensor:
+        with lock:
+            return x.exp()
+
+    x = torch.ones(16, requires_grad=True)
+    assert memsave.report(Applies(nn.Identity(), locks), x, threading.Lock()).now == 64

@@ -772,3 +772,93 @@ def test_calls_of_one_convolution_under_autocast_share_its_narrow_weight() -> No
     (most, expected), (size, grads) = results
     assert size <= most
     same(grads, expected, rtol=2**-6, atol=0.05)
+
+
+def test_no_eps_over_many_elements() -> None:
+    """So many that a kernel of memsave's may run."""
+    x = torch.randn(8, 3, 64, 64, requires_grad=True)
+    for m in (nn, memsave.nn):
+        with pytest.raises(ValueError, match="eps must be positive"):
+            m.BatchNorm2d(3, eps=0.0)(x)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_an_output_padding_of_a_stride(frozen: bool) -> None:
+    """Which a larger dilation allows."""
+    results = []
+    for m in (nn, memsave.nn):
+        torch.manual_seed(0)
+        layer = m.ConvTranspose2d(2, 2, 3, stride=2, dilation=3, output_padding=2)
+        x = torch.randn(1, 2, 5, 5, requires_grad=True)
+        results.append(helpers.step(layer.requires_grad_(not frozen), x))
+    same(*results)
+
+
+def test_a_frozen_convolution_to_the_same_size_under_autocast_keeps_its_weight() -> None:
+    layer = memsave.nn.Conv2d(3, 4, 2, padding="same").requires_grad_(False)
+    x = torch.randn(2, 3, 8, 8, requires_grad=True)
+    with torch.autocast("cpu"):
+        size = helpers.kept(lambda: layer(x), [x, *layer.parameters()])
+    assert size <= 2 * layer.weight.numel()
+
+
+def test_dropout_of_nothing_draws_nothing() -> None:
+    drawn = []
+    for f in (nn.functional, memsave.functional):
+        torch.manual_seed(0)
+        f.dropout1d(torch.ones(2, 3, 0, requires_grad=True), 0.5, True)
+        drawn.append(torch.rand(3))
+    same(*drawn, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("stride", [[], ()], ids=str)
+@pytest.mark.parametrize("size", [(6, 6), (7, 6)], ids=str)
+def test_an_empty_stride_of_pooling_is_the_size_of_the_window(stride, size) -> None:
+    results = []
+    for f in (nn.functional, memsave.functional):
+        x = torch.randn(1, 2, *size, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        results.append(helpers.step(lambda x, f=f: f.max_pool2d(x, 2, stride), x))
+    same(*results)
+
+
+@pytest.mark.parametrize(
+    ("cls", "options"),
+    [
+        ("ELU", {"alpha": -1.0}),
+        ("CELU", {"alpha": -1.0}),
+        ("CELU", {"alpha": 0.0}),
+        ("Softplus", {"beta": 0.0}),
+    ],
+)
+def test_curves_that_their_output_does_not_tell(cls: str, options: dict[str, float]) -> None:
+    x = torch.randn(50, requires_grad=True)
+    layers = getattr(nn, cls)(**options), getattr(memsave.nn, f"{cls}FromOutput")(**options)
+    expected, actual = (helpers.attempt(helpers.step, layer, x) for layer in layers)
+    if isinstance(expected, type):
+        assert actual is expected
+    else:
+        same(actual, expected)
+
+
+@pytest.mark.parametrize("axes", [(), (5,)], ids=["rows", "places"])
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_targets_that_are_ignored(weighted: bool, label_smoothing: float, axes) -> None:
+    """By an index that no class has: by default -100."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(4, 3, *axes, generator=generator, requires_grad=True)
+    target = torch.randint(3, (4, *axes), generator=generator)
+    target[1] = -100
+    weight = torch.tensor([0.5, 1.0, 2.0]) if weighted else None
+    options = {"label_smoothing": label_smoothing, "weight": weight}
+    losses = (m.CrossEntropyLoss(**options) for m in (nn, memsave.nn))
+    same(*(helpers.step(lambda x, f=loss: f(x, target), x) for loss in losses))
+
+
+def test_meta_tensors_under_autocast_of_the_cpu() -> None:
+    """For which torch has no autocast, and says so where it is asked."""
+    x = torch.randn(2, 3, device="meta", requires_grad=True)
+    weight = torch.ones(1, device="meta")
+    with torch.autocast("cpu"):
+        results = [f.prelu(x, weight) for f in (nn.functional, memsave.functional)]
+    assert results[0].dtype == results[1].dtype == torch.float32

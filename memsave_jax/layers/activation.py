@@ -15,10 +15,8 @@ from jax import Array, lax
 from memsave import spec
 from memsave.spec import Layer
 
-from ..function import Grads, Mask, Saved, Shapes, define, is_number
+from ..function import Function, Grads, Mask, Saved, Shapes, define, is_number
 from ..kernels import pack, unpack
-
-Function = Callable[..., Any]
 
 
 def _same(x: Array, **options: Any) -> Array:

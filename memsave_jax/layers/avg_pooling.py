@@ -36,7 +36,9 @@ def _primal(
     floor = window_of(dims, x.shape, padding=padding, **{**options, "ceil_mode": False})
     count = _count(x.shape, total.shape, window, floor, count_include_pad)
     dtype = count_dtype or total.dtype
-    return total / (np.asarray(count, dtype)[()] if isinstance(count, int) else count.astype(dtype))
+    if isinstance(count, int):  # a scalar that promotes, which a number of Python's does not
+        return total / np.asarray(count, dtype)[()]
+    return total / count.astype(dtype)
 
 
 def _count(
@@ -121,6 +123,8 @@ def adaptive_avg_pool(inputs: Array, output_size: Sequence[int | None]) -> Array
         inputs: ``(*n, spatial axes, channels)``.
         output_size: Size of the output along each spatial axis; ``None``: that of the input.
     """
+    if len(output_size) not in _adaptive_avg_pool:
+        raise ValueError(f"output_size is of one to three axes, not {output_size}")
     pool = _adaptive_avg_pool[len(output_size)]
     return pool(jnp.asarray(inputs), output_size=tuple(output_size))
 
@@ -141,8 +145,9 @@ def avg_pool(
         padding: ``"SAME"``, ``"VALID"``, or a pair per spatial axis.
         count_include_pad: Whether padding is part of the average.
     """
+    inputs = jnp.asarray(inputs)
     pool = _avg_pool.get(len(window_shape), partial(_primal, len(window_shape)))
-    options = checked(window_shape, strides, padding)
+    options = checked(inputs, window_shape, strides, padding)
     # Flax counts what is no padding in the widest float, whatever it averages.
     options["count_dtype"] = None if count_include_pad else jnp.result_type(float)
-    return pool(jnp.asarray(inputs), count_include_pad=count_include_pad, **options)
+    return pool(inputs, count_include_pad=count_include_pad, **options)

@@ -11,7 +11,7 @@ Features are the last axis, or those that the option ``axis`` says.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -28,8 +28,8 @@ class _Axes:
     """Which axes are features, and how a value per feature broadcasts against ``x``."""
 
     def __init__(self, shape: tuple[int, ...], axis: Axes) -> None:
-        axes = (axis,) if isinstance(axis, int) else axis
-        features = sorted({a % len(shape) for a in axes})
+        axes = axis if isinstance(axis, Iterable) else (axis,)
+        features = sorted({range(len(shape))[a] for a in axes})  # or an IndexError, as stock
         self.reduced = tuple(a for a in range(len(shape)) if a not in features)
         self.shape = tuple(s if a in features else 1 for a, s in enumerate(shape))
         self.count = math.prod(shape[a] for a in self.reduced)
@@ -249,7 +249,7 @@ def batch_norm(
     for that of ``bias``. With ``axis_name`` or ``mask`` it is stock.
 
     Args:
-        x: ``(n, *, c)``.
+        x: ``(n, *, c)``, or with ``c`` where ``axis`` says; of several axes, ``c`` is their sizes.
         mean, var: The running statistics, ``(c,)``; may be ``None`` where those of the batch are
             used.
         scale, bias: ``(c,)`` or ``None``.

@@ -227,7 +227,7 @@ def conv(
     the kernel, nothing for that of the bias.
 
     Args:
-        inputs: ``(*n, spatial axes, in_features)``.
+        inputs: ``(*n, spatial axes, in_features)``, of the dtype of the kernel.
         kernel: ``(kernel sizes, in_features / feature_group_count, out_features)``.
         bias: ``(out_features,)``.
         strides, input_dilation, kernel_dilation: One for all, or one per spatial axis.
@@ -281,7 +281,7 @@ def conv_transpose(
     the kernel, nothing for that of the bias.
 
     Args:
-        inputs: ``(*n, spatial axes, in_features)``.
+        inputs: ``(*n, spatial axes, in_features)``, of the dtype of the kernel.
         kernel: ``(kernel sizes, in_features, out_features)``; with ``transpose_kernel``
             ``(kernel sizes, out_features, in_features)``, and flipped along the spatial axes.
         bias: ``(out_features,)``.

@@ -6,7 +6,6 @@ From the input, backward computes again what else it needs, element by element.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -17,13 +16,12 @@ from jax import Array, lax
 from memsave import spec
 from memsave.spec import Layer
 
-from ..function import Grads, Mask, Saved, Shapes, define, is_number
+from ..function import Function, Grads, Mask, Saved, Shapes, define, is_number
 
-Function = Callable[..., Any]
 SELU_SCALE, SELU_ALPHA = 1.0507009873554804934193349852946, 1.6732632423543772848170429916717
 
 
-def _as_kept(array: Array) -> Array:
+def as_kept(array: Array) -> Array:
     """Behind a barrier: XLA does not see what it was computed from, nor what else was, from it.
 
     It could keep these as well, or instead.
@@ -35,7 +33,7 @@ def _from_input(row: Layer, primal: Function) -> Function:
     """The gradient is stock's, of the input."""
 
     def bwd(g: Array, wrt: Mask, saved: Saved, shapes: Shapes, **options: Any) -> Grads:
-        x = _as_kept(saved["x"])
+        x = as_kept(saved["x"])
         return {"x": jax.vjp(partial(primal, **options), x)[1](g)[0]}
 
     return define(row, primal, bwd)
@@ -73,7 +71,7 @@ def _softplus_primal(x: Array, *, beta: float = 1.0, threshold: float = math.inf
     return y if threshold == math.inf else jnp.where(beta * x > threshold, x, y)
 
 
-def _gelu_primal(x: Array, *, approximate: str = "tanh") -> Array:
+def gelu_primal(x: Array, *, approximate: str = "tanh") -> Array:
     return jax.nn.gelu(x, approximate=approximate == "tanh")
 
 
@@ -131,7 +129,7 @@ _logsigmoid = _from_input(spec.LOGSIGMOID, jax.nn.log_sigmoid)
 _logsigmoid_from_output = _from_output(
     spec.LOGSIGMOID_FROM_OUTPUT, jax.nn.log_sigmoid, lambda g, y: g * -jnp.expm1(y)
 )
-_gelu = _from_input(spec.GELU, _gelu_primal)
+_gelu = _from_input(spec.GELU, gelu_primal)
 _silu = _from_input(spec.SILU, jax.nn.silu)
 _mish = _from_input(spec.MISH, jax.nn.mish)
 _hardswish = _from_input(spec.HARDSWISH, jax.nn.hard_swish)

@@ -12,8 +12,7 @@ from jax import Array
 from memsave import spec
 
 from ..function import Grads, Mask, Saved, Shapes, define
-from ..kernels import is_known
-from .pooling import OFFSET
+from ..kernels import OFFSET, is_known
 
 
 def _primal(weight: Array, indices: Array) -> Array:

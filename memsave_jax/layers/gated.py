@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax import Array, lax
+from jax import Array
 
 from memsave import spec
 from memsave.spec import Layer
 
-from ..function import Grads, Mask, Saved, Shapes, define
-
-Function = Callable[..., Any]
+from ..function import Function, Grads, Mask, Saved, Shapes, define
+from .curve import as_kept, gelu_primal
 
 
 def _gated(row: Layer, activation: Function) -> Function:
@@ -21,15 +19,14 @@ def _gated(row: Layer, activation: Function) -> Function:
         return activation(gate, **options) * up
 
     def bwd(g: Array, wrt: Mask, saved: Saved, shapes: Shapes, **options: Any) -> Grads:
-        # Behind a barrier, XLA does not see what forward computed already, and so does not keep it.
-        gate = lax.optimization_barrier(saved["gate"])
+        gate = as_kept(saved["gate"])
         grads = {}
         if "gate" in wrt:
-            up = lax.optimization_barrier(saved["up"])
+            up = as_kept(saved["up"])
             (grads["gate"],) = jax.vjp(lambda gate: primal(gate, up, **options), gate)[1](g)
         if "up" in wrt:
             # Another barrier, or f(gate) would have two readers and be written out early.
-            same = lax.optimization_barrier(gate)
+            same = as_kept(gate)
             transpose = jax.linear_transpose(lambda up: primal(same, up, **options), shapes["up"])
             (grads["up"],) = transpose(g)
         return grads
@@ -37,12 +34,8 @@ def _gated(row: Layer, activation: Function) -> Function:
     return define(row, primal, bwd)
 
 
-def _gelu(x: Array, *, approximate: str = "tanh") -> Array:
-    return jax.nn.gelu(x, approximate=approximate == "tanh")
-
-
 _swiglu = _gated(spec.SWIGLU, jax.nn.silu)
-_geglu = _gated(spec.GEGLU, _gelu)
+_geglu = _gated(spec.GEGLU, gelu_primal)
 
 
 def swiglu(gate: Array, up: Array) -> Array:

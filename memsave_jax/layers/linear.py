@@ -32,7 +32,7 @@ def linear(
     precision: Any = None,
     preferred_element_type: Any = None,
 ) -> Array:
-    """The layer of :class:`flax.nnx.Linear`, ``inputs @ kernel + bias``.
+    """The layer of :class:`flax.nnx.Linear`, ``inputs @ kernel + bias``, in their promoted dtype.
 
     Keeps the kernel for the gradient of the inputs, the inputs for the gradient of the kernel,
     nothing for that of the bias.

@@ -12,7 +12,7 @@ channels come last.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,10 +22,8 @@ from jax import Array, lax
 from memsave import spec
 from memsave.spec import Layer
 
-from ..function import Grads, Mask, Saved, Shapes, define
+from ..function import Function, Grads, Mask, Saved, Shapes, define
 from .batch_norm import is_clipped, squared, wide
-
-Function = Callable[..., Any]
 
 
 class View(NamedTuple):
@@ -80,11 +78,19 @@ class View(NamedTuple):
         return array.sum(range(len(self.shape) - self.features))
 
 
+def is_last(x: Array, axes: int | Sequence[int]) -> bool:
+    """Whether these axes, as Flax takes them, are the last one alone."""
+    given = {*axes} if isinstance(axes, Iterable) else {axes}
+    return bool(given) and given <= {-1, x.ndim - 1}
+
+
 def _of_features(shape: tuple[int, ...], **_: Any) -> View:
     return View(shape, (len(shape) - 1,))
 
 
 def _of_channels(shape: tuple[int, ...], **_: Any) -> View:
+    if len(shape) < 2:
+        raise ValueError(f"instances and channels are two axes, x is {shape}")
     return View(shape, tuple(range(1, len(shape) - 1)))
 
 

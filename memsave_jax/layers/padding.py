@@ -32,4 +32,6 @@ def pad(x: Array, pad: Sequence[int], mode: str = "reflect") -> Array:
         x: Any shape and dtype.
         pad: ``(low, high)`` of the last axis, then of the one before it, and so on.
     """
+    if mode not in PAD_MODES:
+        raise ValueError(f"mode is one of {[*PAD_MODES]}, not {mode!r}")
     return _pad(x, pad=pad, mode=mode)

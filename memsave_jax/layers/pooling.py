@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,12 +22,10 @@ from jax import Array, lax
 from memsave import spec
 from memsave.spec import Layer
 
-from ..function import Grads, Mask, Saved, Shapes, define
-from ..kernels import is_known, parts
+from ..function import Function, Grads, Mask, Saved, Shapes, define
+from ..kernels import OFFSET, is_known, shards_per_axis
 from .shape import Ints, Padding, per_axis
 
-Function = Callable[..., Any]
-OFFSET = {8: jnp.uint8, 16: jnp.uint16, 32: jnp.uint32}
 #: Windows of more places are not gone through one by one: the program would be too long.
 FEW = 64
 
@@ -194,15 +192,17 @@ def _scatter(g: Array, offsets: Array, inputs: tuple[int, ...], window: Window) 
     zero = jnp.zeros((), g.dtype)
     seen = window.ends(g.shape)
     sizes = tuple(-(-end // step) for end, step in zip(seen, window.stride, strict=True))
-    parts = dict.fromkeys(itertools.product(*map(range, window.stride)), jnp.zeros(sizes, g.dtype))
+    residues = dict.fromkeys(
+        itertools.product(*map(range, window.stride)), jnp.zeros(sizes, g.dtype)
+    )
     for offset, shift in window.places():
         chosen = jnp.where(offsets == offset, g, zero)
         steps = [divmod(d, step) for d, step in zip(shift, window.stride, strict=True)]
         ends = zip(steps, sizes, g.shape, strict=True)
         pads = [(start, size - start - out, 0) for (start, _), size, out in ends]
         remainder = tuple(rest for _, rest in steps)
-        parts[remainder] = parts[remainder] + lax.pad(chosen, zero, pads)
-    total = jnp.stack([*parts.values()]).reshape(*window.stride, *sizes)
+        residues[remainder] = residues[remainder] + lax.pad(chosen, zero, pads)
+    total = jnp.stack([*residues.values()]).reshape(*window.stride, *sizes)
     total = total.transpose([axis + k for axis in range(g.ndim) for k in (g.ndim, 0)])
     total = total.reshape([s * step for s, step in zip(sizes, window.stride, strict=True)])
     return _unpadded(total[tuple(map(slice, seen))], inputs, window)
@@ -211,7 +211,7 @@ def _scatter(g: Array, offsets: Array, inputs: tuple[int, ...], window: Window) 
 def _scatter_many(g: Array, offsets: Array, inputs: tuple[int, ...], window: Window) -> Array:
     """The same as one scatter."""
     starts = [_iota(g, axis) * step for axis, step in enumerate(window.stride)]
-    index = _places(starts, offsets, window.kernel, window.dilation)
+    index = _indices_of(starts, offsets, window.kernel, window.dilation)
     return _unpadded(jnp.zeros(window.ends(g.shape), g.dtype).at[index].add(g), inputs, window)
 
 
@@ -219,7 +219,7 @@ def _iota(g: Array, axis: int) -> Array:
     return lax.broadcasted_iota(jnp.int32, g.shape, axis)
 
 
-def _places(
+def _indices_of(
     starts: Sequence[Array], offsets: Array, kernel: Sequence[int], dilation: Sequence[int]
 ) -> tuple[Array, ...]:
     """Per axis, the place of each offset in a window that begins at ``starts``."""
@@ -290,7 +290,7 @@ def _adaptive_bwd(
     kernel = spec.adaptive_kernel(sizes, counts)
     places = jnp.zeros(g.shape, jnp.int32)
     for size, index in zip(
-        sizes, _places(starts, saved["offsets"], kernel, [1] * dims), strict=True
+        sizes, _indices_of(starts, saved["offsets"], kernel, [1] * dims), strict=True
     ):
         places = places * size + index
 
@@ -315,7 +315,7 @@ def is_untellable(dims: int, x: Array, **_: Any) -> bool:
     """Whether JAX cannot tell how the windows' places lie: in what is sharded by an ``Explicit``
     mesh, or between places whose number is a symbol.
     """
-    return any(part > 1 for part in parts(x)) or not is_known(x.shape[-dims - 1 : -1])
+    return any(count > 1 for count in shards_per_axis(x)) or not is_known(x.shape[-dims - 1 : -1])
 
 
 def _by_axes(
@@ -361,8 +361,9 @@ def max_pool(
         strides: Default: 1 along every axis.
         padding: ``"SAME"``, ``"VALID"``, or a pair per spatial axis.
     """
+    inputs = jnp.asarray(inputs)
     pool = _max_pool.get(len(window_shape), partial(_primal, len(window_shape)))
-    return pool(jnp.asarray(inputs), **checked(window_shape, strides, padding))
+    return pool(inputs, **checked(inputs, window_shape, strides, padding))
 
 
 def adaptive_max_pool(inputs: Array, output_size: Sequence[int | None]) -> Array:
@@ -375,15 +376,18 @@ def adaptive_max_pool(inputs: Array, output_size: Sequence[int | None]) -> Array
         inputs: ``(*n, spatial axes, channels)``.
         output_size: Size of the output along each spatial axis; ``None``: that of the input.
     """
+    if len(output_size) not in _adaptive_max_pool:
+        raise ValueError(f"output_size is of one to three axes, not {output_size}")
     pool = _adaptive_max_pool[len(output_size)]
     return pool(jnp.asarray(inputs), output_size=tuple(output_size))
 
 
 def checked(
-    window_shape: Sequence[int], strides: Sequence[int] | None, padding: Any
+    inputs: Array, window_shape: Sequence[int], strides: Sequence[int] | None, padding: Any
 ) -> dict[str, Any]:
     """Flax's options as those of the table; raises what Flax does."""
     dims = len(window_shape)
+    assert inputs.ndim > dims, f"inputs of {inputs.shape} have no {dims} axes and channels"
     strides = strides or (1,) * dims
     if not isinstance(padding, str):
         padding = tuple(map(tuple, padding))
