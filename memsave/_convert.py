@@ -302,8 +302,7 @@ def _set_class(module: nn.Module, cls: Class) -> None:
         # and the layer as its base; make the same one upon another base. (Copies of the module
         # share the class, so it is not changed itself.)
         old = type(module)
-        body = {k: v for k, v in vars(old).items() if k not in ("__dict__", "__weakref__")}
-        _become(module, type(old.__name__, (cls,), body))
+        _become(module, type(old.__name__, (cls,), dict(vars(old))))
     else:
         _become(module, cls)
 
