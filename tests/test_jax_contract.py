@@ -1186,3 +1186,22 @@ def test_one_mesh_after_another(kind: AxisType) -> None:
             x = jax.device_put(jnp.ones((4, 32)), NamedSharding(mesh, PartitionSpec("a")))
             gradients.append(np.asarray(jax.grad(lambda x: (F.relu(x) ** 2).sum())(x)))
     np.testing.assert_array_equal(*gradients)
+
+
+def test_a_bias_of_a_wider_dtype() -> None:
+    """So is the output then, and what comes in; a convolution is transposed in its own dtype."""
+    x, kernel = (jnp.ones(shape, jnp.bfloat16) for shape in ((5, 5, 3), (3, 3, 3, 3)))
+    for layer in (F.conv, functools.partial(F.conv_transpose, transpose_kernel=True)):
+        args = x, kernel, jnp.ones(3, jnp.float32)
+        grads = jax.grad(lambda *args, layer=layer: layer(*args).sum(), (0, 1, 2))(*args)
+        assert [g.dtype for g in grads] == [arg.dtype for arg in args]
+
+
+def test_pooling_to_no_places() -> None:
+    for pool in (F.adaptive_avg_pool, F.adaptive_max_pool):
+        assert pool(jnp.ones((1, 4, 5, 2)), (0, 3)).shape == (1, 0, 3, 2)
+
+
+def test_no_strides_of_pooling_are_one() -> None:
+    x = jnp.ones((1, 4, 4, 2))
+    assert F.max_pool(x, (2, 2), ()).shape == nn.max_pool(x, (2, 2), ()).shape

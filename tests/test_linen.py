@@ -150,6 +150,7 @@ CASES = [
     case("Dense", 3),
     case("Dense", 3, dtype=jnp.bfloat16, use_bias=False),
     case("Dense", 3, dot_general=lambda *args, **kwargs: 2 * lax.dot_general(*args, **kwargs)),
+    case("Dense", 3, dot_general_cls=lambda: lambda *args, **kw: 2 * lax.dot_general(*args, **kw)),
     case("Dense", 3, promote_dtype=to_half, precision="highest"),
     case("Conv", 4, (3, 3), strides=2, kernel_dilation=2),
     case("Conv", 4, (3, 3), x=image(2, 1, 6, 6, 4)),
@@ -201,6 +202,11 @@ CASES = [
     case("LayerNorm", x=image(3, 4) + 1j * image(3, 4)),
     case("LayerNorm", call={"mask": jnp.arange(4).reshape(1, 1, 1, 4) > 0}),
     case("LayerNorm", epsilon=np.float32(1e-2)),
+    *(
+        case(f"{name}Norm", **{axes: ()})
+        for name in ("Layer", "RMS")
+        for axes in ("reduction_axes", "feature_axes")
+    ),
     case("GroupNorm", 2),
     case("GroupNorm", None, 1, bias_init=nn.initializers.normal(), x=image(3, 6, 4)),
     case("GroupNorm", 2, reduction_axes=(1, 2, 3)),
@@ -262,6 +268,20 @@ def program(module: nn.Module, x: Any, **call: Any) -> str:
         return mutated, pull(y)
 
     return re.sub(r"0x[0-9a-f]+", "", str(jax.make_jaxpr(backward)(variables, x)))
+
+
+@pytest.mark.parametrize("name", ["BatchNorm", "LayerNorm"])
+def test_the_gradient_of_a_scale_far_from_zero(name: str) -> None:
+    """With the variance that is not fast, it is as stable as forward."""
+    x = 1e4 + jax.random.normal(jax.random.key(0), (64, 32))
+    g, grads = jax.random.normal(jax.random.key(1), x.shape), []
+    for package in (nn, mnn):
+        layer = getattr(package, name)(use_fast_variance=False)
+        call = {"use_running_average": False} if name == "BatchNorm" else {}
+        variables = layer.init(KEYS, x, **call)
+        _, pull, _ = vjp(layer, variables, x, **call)
+        grads.append(pull(g)[0]["scale"])
+    np.testing.assert_allclose(grads[1], grads[0], rtol=0, atol=2e-4)
 
 
 def test_batch_norm_over_a_named_axis() -> None:

@@ -354,7 +354,13 @@ def normalized(model: Any) -> None:
         weight_norm(layer.lora_A.default)
 
 
+def biased(model: Any) -> None:
+    for layer in layers(model):
+        layer.lora_A["default"].bias = nn.Parameter(torch.ones(2))
+
+
 UNUSUAL: dict[str, tuple[dict[str, Any], Callable[[Any], Any]]] = {
+    "bias of lora_A": ({}, biased),
     "dora": ({"use_dora": True}, lambda model: None),
     "merged": ({}, lambda model: model.base_model.merge_adapter()),
     "disabled": ({}, lambda model: model.base_model.disable_adapter_layers()),

@@ -621,3 +621,34 @@ def test_inputs_that_cannot_be_copied():
 
     x = torch.ones(16, requires_grad=True)
     assert memsave.report(Applies(nn.Identity(), locks), x, threading.Lock()).now == 64
+
+
+def test_modes_of_others_hold_in_a_report():
+    devices = []
+
+    def asks(part: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        devices.append(torch.get_default_device().type)
+        return F.relu(x)
+
+    model, x = Applies(nn.Identity(), asks), torch.randn(2, 3, requires_grad=True)
+    with torch.device("meta"), memsave.functional_mode():
+        memsave.report(model, x)
+        assert torch.get_default_device().type == "meta"
+    assert {*devices} == {"meta"}
+
+
+def test_what_keeps_parameters_alone_keeps_nothing():
+    """It is named neither as what holds the rest, nor in a reason."""
+
+    class Scale(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3), requires_grad=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.weight
+
+    model = nn.Sequential(Scale(), nn.ReLU())
+    report = memsave.report(model, torch.randn(2, 3, requires_grad=True))
+    assert report.rest == {}
+    assert report.rows[0].reason == "keeps nothing of its own"

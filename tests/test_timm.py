@@ -12,6 +12,7 @@ from itertools import combinations
 import helpers
 import pytest
 import torch
+import torch.nn.functional as F
 from helpers import same
 from torch import Tensor, nn
 
@@ -392,3 +393,12 @@ def test_layer_norm_from_the_output_in_a_transformer() -> None:
     assert type(ours.blocks[0].norm1) is DROP_INS["LayerNormFromOutput"]
     assert kept(ours, x) < 0.9 * kept(stock, x)
     same(helpers.step(ours, x), helpers.step(stock, x))
+
+
+def test_code_of_timm_keeps_its_defaults() -> None:
+    def forward(x: Tensor, *, inplace: bool = True) -> Tensor:
+        return F.relu(x, inplace)
+
+    ours = extensions.timm._rebind(forward, extensions.timm._functions("relu"))
+    x = torch.randn(3, requires_grad=True) * 1
+    assert ours(x) is x

@@ -16,6 +16,7 @@ from properties import DERIVATIVES, PROPERTIES
 from strategies import accepted, label, wanted
 from test_properties import holds_for
 from torch import Tensor, fx, nn
+from torch._subclasses import FakeTensorMode
 from torch.nn.modules.module import register_module_forward_hook
 from torch_backend import Torch
 
@@ -317,9 +318,17 @@ class Plain(Louder):
         return self.weight * (x.float() * rstd).to(x.dtype)
 
 
+class Widens(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).float()
+
+
 @pytest.mark.parametrize(
     ("cls", "recognised"),
-    [(Louder, False), (OnlyWhenTrained, False), (WithAnOption, False), (Plain, True)],
+    [
+        *((cls, False) for cls in (Louder, OnlyWhenTrained, WithAnOption, Widens)),
+        (Plain, True),
+    ],
 )
 def test_what_computes_something_else_is_left_alone(
     cls: type[nn.Module], recognised: bool, monkeypatch
@@ -484,3 +493,33 @@ def test_compiles_as_a_whole(name: str, dynamic: bool) -> None:
     value = loss(compiled)
     value.backward()
     same([value, *(p.grad for p in net.parameters())], expected, rtol=1e-4, atol=1e-6)
+
+
+class Int8(nn.Linear):
+    """As a quantized layer: its weight says nothing of what it takes."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__(layer.in_features, layer.out_features, bias=False)
+        self.scale, weight = layer.weight.detach().abs().max() / 127, layer.weight.detach()
+        self.weight = nn.Parameter((weight / self.scale).round().to(torch.int8), False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ (self.weight * self.scale).mT
+
+
+def test_a_gated_layer_with_a_quantized_part() -> None:
+    """What it takes is not cast to the dtype of its weight."""
+    layer, x = mlp("t5", "T5DenseGatedActDense", nn.SiLU()), torch.randn(64, 16, requires_grad=True)
+    layer.wo = Int8(layer.wo)
+    expected = step(layer, x)
+    same(step(memsave.convert(layer), x), expected)
+
+
+@pytest.mark.parametrize("inside", [lambda: torch.device("meta"), FakeTensorMode])
+@pytest.mark.parametrize("home", ["transformers.models.new.modeling_new", "transformers_modules.a"])
+def test_recognised_where_tensors_have_no_values(inside: Callable[[], Any], home: str) -> None:
+    """As a large model is made on the meta device, or of fake tensors; in code of a hub, too."""
+    cls = type("New", (Louder,), {"forward": Plain.forward, "__module__": home})
+    with inside():
+        model = memsave.convert(nn.Sequential(cls()))
+    assert type(model[0]) is not cls

@@ -862,3 +862,38 @@ def test_meta_tensors_under_autocast_of_the_cpu() -> None:
     with torch.autocast("cpu"):
         results = [f.prelu(x, weight) for f in (nn.functional, memsave.functional)]
     assert results[0].dtype == results[1].dtype == torch.float32
+
+
+@pytest.mark.parametrize("padding", [0, 1])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_max_pool_of_minus_infinity_with_the_channels_last(dtype: torch.dtype, padding) -> None:
+    """Stock's index along three axes is one outside of the window, then; ours may not be."""
+    x = torch.full((1, 2, 5, 5, 5), -math.inf, dtype=dtype)
+    x = x.to(memory_format=torch.channels_last_3d).requires_grad_()
+    y, _ = memsave.functional.max_pool3d(x, 2, 2, padding, 2, return_indices=True)
+    (dx,) = torch.autograd.grad(y, x, torch.ones_like(y))
+    assert dx.sum() == y.numel()
+
+
+@pytest.mark.parametrize("of_x", [True, False])
+@pytest.mark.parametrize("of_parameters", [True, False])
+def test_group_norm_with_vectors_that_are_not_contiguous(of_x: bool, of_parameters: bool) -> None:
+    x, vectors, results = torch.randn(2, 4, 5), torch.randn(2, 8), []
+    for function in (F.group_norm, memsave.functional.group_norm):
+        args = [x.clone().requires_grad_(of_x), vectors.clone().requires_grad_(of_parameters)]
+        y = function(args[0], 2, *args[1][:, ::2])
+        wanted = [t for t in args if t.requires_grad]
+        results.append([y, *(torch.autograd.grad(y.square().sum(), wanted) if wanted else ())])
+    same(*results)
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_instance_norm_without_momentum(train: bool) -> None:
+    """It is 0 then (of batch normalization, a cumulative average)."""
+    stock = nn.InstanceNorm1d(3, momentum=None, affine=True, track_running_stats=True).train(train)
+    ours, x, results = memsave.convert(copy.deepcopy(stock)), torch.randn(2, 3, 5), []
+    for module in (stock, ours):
+        results.append(
+            [helpers.step(module, x.clone().requires_grad_()), dict(module.state_dict())]
+        )
+    same(*results)

@@ -120,7 +120,10 @@ def _bwd(
 ) -> Grads:
     like = shapes["x"]
     inputs, outputs = like.shape[-dims:], g.shape[-dims:]
-    if (windows := _windows(inputs, **options)) and is_plain_gradient(g):
+    # (Of a window that strayed the place, below, is in the input, but the offset need not be.)
+    strayed = dims == 3 and options["return_indices"]
+    windows = None if strayed else _windows(inputs, **options)
+    if windows and is_plain_gradient(g):
         dx = kernels.unpool(g, saved["offsets"], windows, like)
         if dx is not None:
             return {"x": dx}
