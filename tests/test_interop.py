@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -75,6 +76,7 @@ class Holder(nnx.Module):
 @pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS)
 @pytest.mark.parametrize("converted", [False, True], ids=["stock", "converted"])
 def test_layer(pair: tuple[Any, Any], converted: bool) -> None:
+    torch.manual_seed(0)
     ours, its = pair[0](), Holder(pair[1](nnx.Rngs(0)))
     if isinstance(ours, nn.BatchNorm2d):
         ours.running_mean.uniform_()
@@ -90,10 +92,11 @@ def test_layer(pair: tuple[Any, Any], converted: bool) -> None:
     x = torch.rand(2, 4, *(6, 5, 4)[:dims], requires_grad=True)
     y = ours(x)
     z, pull = jax.vjp(its.layer, jnp.asarray(np.moveaxis(x.detach().numpy(), 1, -1)))
-    np.testing.assert_allclose(np.moveaxis(z, -1, 1), y.detach().numpy(), atol=1e-5)
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
+    close(np.moveaxis(z, -1, 1), y.detach().numpy())
     y.sin().sum().backward()
     assert x.grad is not None
-    np.testing.assert_allclose(np.moveaxis(pull(jnp.cos(z))[0], -1, 1), x.grad.numpy(), atol=1e-5)
+    close(np.moveaxis(pull(jnp.cos(z))[0], -1, 1), x.grad.numpy())
     back = interop.state_dict(its, rename=rename)
     expected = {n: t.numpy() for n, t in ours.state_dict().items() if "num_batches" not in n}
     assert back.keys() == expected.keys()
@@ -116,6 +119,7 @@ def test_layers_of_the_last_axis() -> None:
     twin = nn.ModuleDict(
         {"tokens": nn.Embedding(8, 4), "norm": nn.LayerNorm(4), "scale": nn.RMSNorm(4, eps=1e-5)}
     )
+    torch.manual_seed(0)
     for parameter in twin.parameters():
         nn.init.normal_(parameter)
     ids = torch.tensor([[1, 7], [0, 3]])
