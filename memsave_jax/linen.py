@@ -7,7 +7,6 @@ How whole models are converted is in ``_convert_linen.py``.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
 from typing import Any
 
 from . import _require
@@ -53,6 +52,7 @@ from .functional import (
     tanh,
 )
 from .layers.norm import is_last
+from .layers.shape import as_tuple
 
 __all__ = [
     "BatchNorm",
@@ -141,10 +141,6 @@ def _is_plain(module: Any, shape: tuple[int, ...], named: tuple[str, ...]) -> bo
     )
 
 
-def _tuple(sizes: Any) -> tuple[int, ...]:
-    return tuple(sizes) if isinstance(sizes, Iterable) else (sizes,)
-
-
 @drop_in(spec.LINEAR)
 class Dense(nn.Dense):
     """As :class:`flax.linen.Dense`. Keeps what the wanted gradients read."""
@@ -166,14 +162,14 @@ class Conv(nn.Conv):
 
     @nn.compact
     def __call__(self, inputs: Array) -> Array:
-        size, groups = _tuple(self.kernel_size), self.feature_group_count
+        size, groups = as_tuple(self.kernel_size), self.feature_group_count
         shape = (*size, inputs.shape[-1] // groups, self.features)
         dilation = 1 if self.input_dilation is None else self.input_dilation
         named = ("SAME", "VALID", "CIRCULAR", "REFLECT", "CAUSAL")
         if (
             not _is_plain(self, shape, named)
             or inputs.shape[-1] % groups
-            or (isinstance(self.padding, str) and {*_tuple(dilation)} != {1})
+            or (isinstance(self.padding, str) and {*as_tuple(dilation)} != {1})
             or not (self.conv_general_dilated is self.conv_general_dilated_cls is None)
         ):
             return _conv(self, inputs)
@@ -194,7 +190,7 @@ class ConvTranspose(nn.ConvTranspose):
 
     @nn.compact
     def __call__(self, inputs: Array) -> Array:
-        size, features = _tuple(self.kernel_size), (inputs.shape[-1], self.features)
+        size, features = as_tuple(self.kernel_size), (inputs.shape[-1], self.features)
         shape = (*size, *(reversed(features) if self.transpose_kernel else features))
         if not _is_plain(self, shape, ("SAME", "VALID", "CIRCULAR")):
             return _conv_transpose(self, inputs)
@@ -231,7 +227,7 @@ class BatchNorm(nn.BatchNorm):
         frozen = nn.merge_param(
             "use_running_average", self.use_running_average, use_running_average
         )
-        axes = {a + x.ndim if a < 0 else a for a in _tuple(self.axis)}
+        axes = {a + x.ndim if a < 0 else a for a in as_tuple(self.axis)}
         shape = [x.shape[a] for a in sorted(axes)]
         mean = self.variable("batch_stats", "mean", jnp.zeros, shape, jnp.float32)
         var = self.variable("batch_stats", "var", jnp.ones, shape, jnp.float32)

@@ -11,7 +11,7 @@ Features are the last axis, or those that the option ``axis`` says.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from jax import Array, lax
 from memsave import spec
 
 from ..function import Grads, Mask, Saved, Shapes, define
+from .shape import as_tuple
 
 Axes = int | Sequence[int]
 
@@ -28,8 +29,9 @@ class _Axes:
     """Which axes are features, and how a value per feature broadcasts against ``x``."""
 
     def __init__(self, shape: tuple[int, ...], axis: Axes) -> None:
-        axes = axis if isinstance(axis, Iterable) else (axis,)
-        features = sorted({range(len(shape))[a] for a in axes})  # or an IndexError, as stock
+        features = sorted(
+            {range(len(shape))[a] for a in as_tuple(axis)}
+        )  # or an IndexError, as stock
         self.reduced = tuple(a for a in range(len(shape)) if a not in features)
         self.shape = tuple(s if a in features else 1 for a, s in enumerate(shape))
         self.count = math.prod(shape[a] for a in self.reduced)

@@ -12,7 +12,7 @@ channels come last.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from memsave.spec import Layer
 
 from ..function import Function, Grads, Mask, Saved, Shapes, define
 from .batch_norm import is_clipped, squared, wide
+from .shape import as_tuple
 
 
 class View(NamedTuple):
@@ -80,7 +81,7 @@ class View(NamedTuple):
 
 def is_last(x: Array, axes: int | Sequence[int]) -> bool:
     """Whether these axes, as Flax takes them, are the last one alone."""
-    given = {*axes} if isinstance(axes, Iterable) else {axes}
+    given = {*as_tuple(axes)}
     return bool(given) and given <= {-1, x.ndim - 1}
 
 
