@@ -218,7 +218,7 @@ def fast(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     pytest.importorskip("triton")
     cuda = importlib.import_module("memsave.kernels.cuda")
     monkeypatch.setattr(cuda, "_is_here", lambda x: True)
-    monkeypatch.setattr(cuda, "ELEMENTS", 1 << 14)  # Programs run one after the other.
+    monkeypatch.setattr(cuda, "POOLED", 1 << 14)  # Programs run one after the other.
     monkeypatch.setattr(cuda, "PROGRAMS", 3)  # So that each has several tiles of rows.
     with np.errstate(all="ignore"):  # of infinity and nan
         yield cuda
@@ -339,7 +339,7 @@ for dtype, far in (*((dtype, False) for dtype in FLOATS), ("fp32", True)):
         types = {name: "*" + dtype for name in names} | {"offsets": "*u8"}
         # (Triton compiles numbers that are 1 as such.)
         ones = {} if far else {"channels": 1, "in_1": 1, "out_1": 1}
-        check(loop, types, **windows, **ones, FAR=far, BLOCK=cuda.ELEMENTS)
+        check(loop, types, **windows, **ones, FAR=far, BLOCK=cuda.POOLED)
 
 for dtype, from_output in product(FLOATS, [False, True]):
     wide = "*fp64" if dtype == "fp64" else "*fp32"
@@ -350,6 +350,14 @@ for dtype, from_output in product(FLOATS, [False, True]):
     check("norm", types, **flags, ROWS=4, BLOCK=cuda.ELEMENTS // 4)
     if dtype == "fp32":
         check("norm", types, warps=16, **flags, ROWS=1, BLOCK=cuda.BYTES_OF_ROW // 4)
+
+for dtype, (ones, classes) in product(FLOATS, [({"places": 1}, 4096), ({}, 16)]):
+    wide = "*fp64" if dtype == "fp64" else "*fp32"
+    types = {"target": "*i64", "weight": "*" + dtype, "sums": wide, "ignored": "i64"}
+    check("weigh", types, HAS_WEIGHT=True, BLOCK=cuda.ELEMENTS)
+    types |= dict.fromkeys(("x", "g", "dx"), "*" + dtype) | {"smoothing": "fp32"}
+    flags = dict.fromkeys(("OF_ROWS", "HAS_WEIGHT", "IS_MEAN"), True) | ones
+    check("cross_entropy", types, **flags, PARTS=cuda.PARTS, ROWS=4, BLOCK=classes)
 """
 
 
@@ -370,9 +378,10 @@ from memsave.kernels.nodes import _nodes as of
 
 HALF, FLOAT, DOUBLE, BOOL, BFLOAT16 = 5, 6, 7, 11, 15
 LOOPS = (of.TO_BITS, of.FROM_BITS, of.MAX_POOLING, of.UNPOOLING, of.NORM_OF_ROWS)
-to_bits, from_bits, max_pool, unpool, norm = (cuda.SOURCES[loop] for loop in LOOPS)
+LOOPS += (of.WEIGHTS_OF_ROWS, of.LOSS_OF_ROWS)
+to_bits, from_bits, max_pool, unpool, norm, weigh, loss = (cuda.SOURCES[loop] for loop in LOOPS)
 WINDOWS = (1, 3, 3, 1, 2, 2, 0, 1, 1, 1, 1, 2)
-KINDS = {"i32": "u32", "fp32": "f32"}
+KINDS = {"i32": "u32", "i64": "u64", "fp32": "f32"}
 # In the order of csrc/nodes.
 BITS = ["x", "y", "bits", "size", "low", "high"]
 SIZES = ["offsets", "size", "channels", "in_1", "in_2", "in_3", "out_1", "out_2", "out_3"]
@@ -383,6 +392,9 @@ PASSED = {
     "unpool": ["g", "dx", *SIZES],
     "norm": ["g", "kept", "rstd", "weight", "bias", "dx", "dweight", "dbias"]
     + ["rows", "features", "shift"],
+    "weigh": ["target", "weight", "sums", "rows", "ignored"],
+    "cross_entropy": ["x", "target", "g", "weight", "sums", "dx", "rows", "classes", "places"]
+    + ["ignored", "parts", "smoothing"],
 }
 
 def check(name, types, constants, even, warps):
@@ -401,7 +413,8 @@ def check(name, types, constants, even, warps):
     sizes = [getattr(metadata, f"{kind}_scratch_size", 0) for kind in ("global", "profile")]
     assert sizes == [0, 0] and metadata.num_ctas == 1
 
-assert of.BITS_OF_PROGRAM == 8 * cuda.BYTES and of.ELEMENTS_OF_PROGRAM == cuda.ELEMENTS
+assert of.BITS_OF_PROGRAM == 8 * cuda.BYTES
+assert (of.POOLED_BY_PROGRAM, of.ELEMENTS_OF_PROGRAM) == (cuda.POOLED, cuda.ELEMENTS)
 assert (of.BYTES_OF_ROW, of.PROGRAMS_OF_NORM) == (cuda.BYTES_OF_ROW, cuda.PROGRAMS)
 numbers = {"leaky_relu": of.LEAKY_RELU, "nonzero": of.NONZERO_BITS}
 numbers |= {"within": of.WITHIN, "not_inside": of.NOT_INSIDE}
@@ -421,6 +434,11 @@ for loop, channels, ones in product((max_pool, unpool), (0, 1, 2), ((0, 0), (1, 
     check(*loop(FLOAT, channels, *ones, *WINDOWS))
 for dtype, block in product((FLOAT, DOUBLE, BFLOAT16), (1, 256)):
     check(*norm(dtype, 1, 1, 1, 1, 1, 1, 1, 4, block, int(block > 1)))
+assert of.MOST_PARTS == cuda.PARTS
+for dtype, given in ((FLOAT, FLOAT), (DOUBLE, DOUBLE), (BFLOAT16, FLOAT), (HALF, HALF)):
+    check(*weigh(dtype, dtype == FLOAT))
+    for is_flat, (at_once, block) in product((0, 1), ((1024, 1), (64, 16), (1, 4096))):
+        check(*loss(dtype, given, 1, 1, 1, is_flat, at_once, block, int(block > 16)))
 """
 
 
@@ -1055,3 +1073,41 @@ def test_group_norm(
     if len(shape) == 4:
         last = x.to(memory_format=torch.channels_last)
         assert native.norm(of_rows._replace(kept=last), frozenset({"x"})) is None
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("options", [{}, {"weight": True}, {"label_smoothing": 0.2}], ids=str)
+@pytest.mark.parametrize("shape", [(70, 5), (3, 21), (4, 1), (3, 5, 11), (2, 5, 3, 4)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_loops_of_cross_entropy(
+    shape: tuple[int, ...], dtype: torch.dtype, options: dict[str, Any], reduction: str
+) -> None:
+    """By programs of 16 rows or places, which have 8 classes at a time."""
+    pytest.importorskip("triton")
+    loops = importlib.import_module("memsave.kernels.triton_loops")
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(shape, generator=generator, dtype=dtype).mul_(5)
+    x.view(-1)[0] = -torch.inf
+    classes = shape[1]
+    target = torch.randint(classes, (shape[0], *shape[2:]), generator=generator)
+    target.view(-1)[::3] = -100
+    rows, places = target.numel(), target[0].numel()
+    weight = torch.rand(classes, generator=generator, dtype=dtype) + 0.5
+    smoothing = options.get("label_smoothing", 0.0)
+    has_weight = "weight" in options
+    passed = {**options, "weight": weight} if has_weight else options
+    x.requires_grad_()
+    loss = F.cross_entropy(x, target, **passed, reduction=reduction)
+    g = torch.randn(loss.shape, generator=generator, dtype=dtype)
+    (expected,) = torch.autograd.grad(loss, x, g)
+    sums, dx = torch.full((3,), torch.nan, dtype=dtype), torch.full_like(x, torch.nan)
+    x = x.detach()
+    images, each = (1, rows) if places == 1 else (shape[0], places)
+    with np.errstate(all="ignore"):
+        loops.weigh[(3,)](target, weight, sums, rows, -100, has_weight, 16)
+        loops.cross_entropy[(-(-each // 16) * images,)](
+            *(x, target, g, weight, sums, dx, rows, classes, places, -100, 3, smoothing),
+            *(g.ndim > 0, has_weight, reduction == "mean", 4, 16, 8),
+        )
+    bound = 1e-5 if dtype is torch.float32 or smoothing else 1e-12  # (smoothing is in float32)
+    torch.testing.assert_close(dx, expected, rtol=bound, atol=bound / 10, equal_nan=True)

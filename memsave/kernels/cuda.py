@@ -37,7 +37,8 @@ PIECEWISE = ("hardshrink", "hardtanh", "leaky_relu", "threshold")
 NARROW = (torch.float32, torch.bfloat16, torch.float16)
 #: Of bits, by one program.
 BYTES = 256
-#: Elements of a program: of a pooling all, of a norm those that it has at a time.
+#: Elements of a program: of a pooling all; of rows those that it has at a time.
+POOLED = 256
 ELEMENTS = 1024
 #: Dtypes of norms and poolings.
 FLOATS = (*NARROW, torch.float64)
@@ -45,6 +46,8 @@ FLOATS = (*NARROW, torch.float64)
 BYTES_OF_ROW = 1 << 15
 #: Programs that share the rows of a norm, where each sums over its own.
 PROGRAMS = 512
+#: Programs that sum the weights of a loss.
+PARTS = 64
 
 
 @cache
@@ -224,12 +227,16 @@ def _pool(
     windows: Windows,
     layout: torch.memory_format,
 ) -> None:
-    size, (_, channels) = y.numel(), planes(x, windows, layout)
-    inputs, outputs, *options = windows.in_three_axes()
-    far = max(size, x.numel()) + ELEMENTS >= 1 << 31
+    size, times, (_, channels) = y.numel(), 1, planes(x, windows, layout)
+    inputs, outputs, _, stride, padding, _ = three = windows.in_three_axes()
+    if loop == "unpool":  # by stretches of a stride along two axes
+        times = stride[0] * stride[1]
+        for length, step, pad in [*zip(inputs, stride, padding, strict=True)][:2]:
+            size = size // length * ((length - 1 + pad) // step - pad // step + 1)
+    far = max(size * times, x.numel()) + POOLED >= 1 << 31
     with torch.cuda.device_of(x):
-        getattr(_loops(), loop)[(-(-size // ELEMENTS),)](
-            x, y, offsets, size, channels, *inputs, *outputs, *options, far, ELEMENTS
+        getattr(_loops(), loop)[(-(-size // POOLED) * times,)](
+            x, y, offsets, size, channels, *inputs, *outputs, *three[2:], far, POOLED
         )
 
 
@@ -365,6 +372,11 @@ def compile_loop(
     return compile(source, target=target, options={"num_warps": warps})
 
 
+def _sums(element: str) -> str:
+    """Of elements like these."""
+    return "*fp64" if element == "fp64" else "*fp32"
+
+
 Source = tuple[str, dict[str, str], dict[str, Any], tuple[str, ...], int]
 
 
@@ -389,7 +401,7 @@ def _source_of_pool(
 ) -> Source:
     """``channels``: one (2), or a multiple of 16 (1); ``ones``: bits of axes of one place."""
     x = "*" + ELEMENT[dtype]
-    constants: dict[str, Any] = {"FAR": False, "BLOCK": ELEMENTS}
+    constants: dict[str, Any] = {"FAR": False, "BLOCK": POOLED}
     for place, name in enumerate(("KERNEL", "STRIDE", "PADDING", "DILATION")):
         constants[name] = windows[3 * place : 3 * place + 3]
     for which, ones in (("in", in_ones), ("out", out_ones)):
@@ -415,7 +427,7 @@ def _norm(
     block: int,
     even: int,
 ) -> Source:
-    x, wide = "*" + ELEMENT[dtype], "*fp64" if ELEMENT[dtype] == "fp64" else "*fp32"
+    x, wide = "*" + ELEMENT[dtype], _sums(ELEMENT[dtype])
     types = dict.fromkeys(("g", "kept", "weight", "bias", "dx"), x)
     types |= {"rstd": wide, "dweight": wide, "dbias": wide}
     types |= {"rows": "i32", "features": "i32", "shift": "fp32"}
@@ -424,9 +436,40 @@ def _norm(
     flags |= {"WANTS_WEIGHT": wants_weight, "WANTS_BIAS": wants_bias}
     constants: dict[str, Any] = {name: bool(flag) for name, flag in flags.items()}
     constants |= {"ROWS": at_once, "BLOCK": block}
-    if block == 1:
-        constants["features"] = 1
+    constants |= {"features": 1} if block == 1 else {}
     return "norm", types, constants, ("features",) * even, _warps(block)
+
+
+def _weigh(dtype: int, has_weight: int) -> Source:
+    element = ELEMENT[dtype]
+    types = {"target": "*i64", "weight": "*" + element, "sums": _sums(element)}
+    types |= {"rows": "i32", "ignored": "i64"}
+    return "weigh", types, {"HAS_WEIGHT": bool(has_weight), "BLOCK": ELEMENTS}, (), 4
+
+
+def _cross_entropy(
+    dtype: int,
+    of_gradient: int,
+    of_rows: int,
+    has_weight: int,
+    is_mean: int,
+    is_flat: int,
+    at_once: int,
+    block: int,
+    even: int,
+) -> Source:
+    """``is_flat``: there is one place."""
+    x = "*" + ELEMENT[dtype]
+    types = dict.fromkeys(("x", "weight", "dx"), x)
+    types |= {"g": "*" + ELEMENT[of_gradient], "target": "*i64", "sums": _sums(ELEMENT[dtype])}
+    types |= dict.fromkeys(("rows", "classes", "places", "parts"), "i32")
+    types |= {"ignored": "i64", "smoothing": "fp32"}
+    flags = {"OF_ROWS": of_rows, "HAS_WEIGHT": has_weight, "IS_MEAN": is_mean}
+    constants: dict[str, Any] = {name: bool(flag) for name, flag in flags.items()}
+    constants |= {"PARTS": PARTS, "ROWS": at_once, "BLOCK": block}
+    constants |= {"places": 1} if is_flat else {}
+    constants |= {"classes": 1} if block == 1 else {}
+    return "cross_entropy", types, constants, ("classes",) * even, _warps(at_once * block)
 
 
 #: By number.
@@ -436,6 +479,8 @@ SOURCES = (
     partial(_source_of_pool, "max_pool"),
     partial(_source_of_pool, "unpool"),
     _norm,
+    _weigh,
+    _cross_entropy,
 )
 
 

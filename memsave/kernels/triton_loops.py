@@ -79,11 +79,11 @@ def from_bits(x, y, bits, size, low, high, KIND: tl.constexpr, BYTES: tl.constex
 
 
 @triton.jit
-def _at(size, channels, size_1, size_2, size_3, FAR: tl.constexpr, BLOCK: tl.constexpr):
+def _at(program, size, channels, size_1, size_2, size_3, FAR: tl.constexpr, BLOCK: tl.constexpr):
     """The elements of a program, and which there are; of each its image, places by axis, channel.
     (``FAR``: indices have over 31 bits.)
     """
-    start = tl.program_id(0).to(tl.int64) if FAR else tl.program_id(0)
+    start = program.to(tl.int64) if FAR else program
     index = start * BLOCK + tl.arange(0, BLOCK)
     rest = index // channels
     at_3 = rest % size_3
@@ -99,6 +99,8 @@ def _flat(image, at_1, at_2, at_3, channel, channels, size_1, size_2, size_3):
     return (((image * size_1 + at_1) * size_2 + at_2) * size_3 + at_3) * channels + channel
 
 
+#: Times that what is within loops over windows is written out.
+UNROLLED = tl.constexpr(4)
 #: Of which Triton would compile a kernel where they are multiples of 16, and another where not.
 SIZES = ["size", "in_1", "in_2", "in_3", "out_1", "out_2", "out_3"]
 
@@ -125,16 +127,16 @@ def max_pool(
 ):
     """The largest of each window, and its offset."""
     index, is_in, image, o_1, o_2, o_3, channel = _at(  # type: ignore[misc]
-        size, channels, out_1, out_2, out_3, FAR, BLOCK
+        tl.program_id(0), size, channels, out_1, out_2, out_3, FAR, BLOCK
     )
     wide = tl.float64 if x.dtype.element_ty == tl.float64 else tl.float32
     best = tl.full([BLOCK], float("-inf"), wide)
     offset = tl.full([BLOCK], -1, tl.int32)
     for k_1 in range(KERNEL[0]):
         i_1 = o_1 * STRIDE[0] - PADDING[0] + k_1 * DILATION[0]
-        for k_2 in range(KERNEL[1]):
+        for k_2 in tl.range(KERNEL[1], loop_unroll_factor=UNROLLED):
             i_2 = o_2 * STRIDE[1] - PADDING[1] + k_2 * DILATION[1]
-            for k_3 in range(KERNEL[2]):
+            for k_3 in tl.range(KERNEL[2], loop_unroll_factor=UNROLLED):
                 i_3 = o_3 * STRIDE[2] - PADDING[2] + k_3 * DILATION[2]
                 there = (i_1 >= 0) & (i_1 < in_1) & (i_2 >= 0) & (i_2 < in_2)
                 there = there & (i_3 >= 0) & (i_3 < in_3) & is_in
@@ -169,26 +171,41 @@ def unpool(
     FAR: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Of each place the gradients of the windows whose offsets lead to it, in their order."""
-    index, is_in, image, i_1, i_2, i_3, channel = _at(  # type: ignore[misc]
-        size, channels, in_1, in_2, in_3, FAR, BLOCK
+    """Of each place the gradients of the windows whose offsets lead to it, in their order.
+
+    A program has places that lie alike to the windows along the first two axes, so that all have
+    as many: of every stretch of a stride, the one at ``s_1``, ``s_2``.
+    """
+    s_1 = tl.program_id(0) % STRIDE[0]
+    s_2 = tl.program_id(0) // STRIDE[0] % STRIDE[1]
+    # Where the first stretch begins, in windows, and how many there are.
+    first_1: tl.constexpr = PADDING[0] // STRIDE[0]
+    first_2: tl.constexpr = PADDING[1] // STRIDE[1]
+    along_1 = (in_1 - 1 + PADDING[0]) // STRIDE[0] - first_1 + 1
+    along_2 = (in_2 - 1 + PADDING[1]) // STRIDE[1] - first_2 + 1
+    program = tl.program_id(0) // (STRIDE[0] * STRIDE[1])
+    _, is_in, image, c_1, c_2, i_3, channel = _at(  # type: ignore[misc]
+        program, size, channels, along_1, along_2, in_3, FAR, BLOCK
     )
+    i_1 = (first_1 + c_1) * STRIDE[0] + s_1 - PADDING[0]
+    i_2 = (first_2 + c_2) * STRIDE[1] + s_2 - PADDING[1]
+    is_in = is_in & (i_1 >= 0) & (i_1 < in_1) & (i_2 >= 0) & (i_2 < in_2)
     wide = tl.float64 if g.dtype.element_ty == tl.float64 else tl.float32
     total = tl.zeros([BLOCK], wide)
-    # As many windows as may cover a place, the last of which begins at it or before.
-    for w_1 in range((KERNEL[0] - 1) * DILATION[0] // STRIDE[0], -1, -1):
-        o_1 = (i_1 + PADDING[0]) // STRIDE[0] - w_1
-        t_1 = i_1 + PADDING[0] - o_1 * STRIDE[0]
-        for w_2 in range((KERNEL[1] - 1) * DILATION[1] // STRIDE[1], -1, -1):
-            o_2 = (i_2 + PADDING[1]) // STRIDE[1] - w_2
-            t_2 = i_2 + PADDING[1] - o_2 * STRIDE[1]
-            for w_3 in range((KERNEL[2] - 1) * DILATION[2] // STRIDE[2], -1, -1):
+    # As many windows as cover a place, the last of which begins at it or before.
+    count_1 = ((KERNEL[0] - 1) * DILATION[0] - s_1 + STRIDE[0]) // STRIDE[0]
+    count_2 = ((KERNEL[1] - 1) * DILATION[1] - s_2 + STRIDE[1]) // STRIDE[1]
+    count_3 = (KERNEL[2] - 1) * DILATION[2] // STRIDE[2] + 1
+    for w_1 in range(count_1 - 1, -1, -1):
+        o_1, t_1 = first_1 + c_1 - w_1, s_1 + w_1 * STRIDE[0]
+        for w_2 in range(count_2 - 1, -1, -1):
+            o_2, t_2 = first_2 + c_2 - w_2, s_2 + w_2 * STRIDE[1]
+            there_2 = (o_1 >= 0) & (o_1 < out_1) & (o_2 >= 0) & (o_2 < out_2) & is_in
+            there_2 = there_2 & (t_1 % DILATION[0] == 0) & (t_2 % DILATION[1] == 0)
+            for w_3 in tl.range(count_3 - 1, -1, -1, loop_unroll_factor=UNROLLED):
                 o_3 = (i_3 + PADDING[2]) // STRIDE[2] - w_3
                 t_3 = i_3 + PADDING[2] - o_3 * STRIDE[2]
-                there = (o_1 >= 0) & (o_1 < out_1) & (o_2 >= 0) & (o_2 < out_2)
-                there = there & (o_3 >= 0) & (o_3 < out_3) & is_in
-                there = there & (t_1 % DILATION[0] == 0) & (t_1 < KERNEL[0] * DILATION[0])
-                there = there & (t_2 % DILATION[1] == 0) & (t_2 < KERNEL[1] * DILATION[1])
+                there = there_2 & (o_3 >= 0) & (o_3 < out_3)
                 there = there & (t_3 % DILATION[2] == 0) & (t_3 < KERNEL[2] * DILATION[2])
                 here = t_1 // DILATION[0] * KERNEL[1] + t_2 // DILATION[1]
                 here = here * KERNEL[2] + t_3 // DILATION[2]
@@ -196,7 +213,8 @@ def unpool(
                 offset = tl.load(offsets + place, mask=there, other=0).to(tl.int32)
                 chosen = there & (offset == here)
                 total += tl.load(g + place, mask=chosen, other=0).to(wide)
-    tl.store(dx + index, total.to(g.dtype.element_ty), mask=is_in)
+    place = _flat(image, i_1, i_2, i_3, channel, channels, in_1, in_2, in_3)
+    tl.store(dx + place, total.to(g.dtype.element_ty), mask=is_in)
 
 
 # Norms.
@@ -269,3 +287,98 @@ def norm(
         tl.store(dweight + place, tl.sum(of_weight, axis=0)[None, :], mask=is_feature)
     if WANTS_BIAS:
         tl.store(dbias + place, tl.sum(of_bias, axis=0)[None, :], mask=is_feature)
+
+
+# Losses.
+
+
+@triton.jit
+def weigh(target, weight, sums, rows, ignored, HAS_WEIGHT: tl.constexpr, BLOCK: tl.constexpr):
+    """The weights of the rows that are not ignored: a sum of each program."""
+    total = tl.zeros([BLOCK], sums.dtype.element_ty)
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    while start < rows:
+        row = start + tl.arange(0, BLOCK)
+        index = tl.load(target + row, mask=row < rows, other=0)
+        counts = (row < rows) & (index != ignored)
+        if HAS_WEIGHT:
+            total += tl.load(weight + index, mask=counts, other=0).to(total.dtype)
+        else:
+            total += tl.where(counts, 1, 0).to(total.dtype)
+        start += tl.num_programs(0) * BLOCK
+    tl.store(sums + tl.program_id(0), tl.sum(total, axis=0))
+
+
+@triton.jit
+def cross_entropy(
+    x,
+    target,
+    g,
+    weight,
+    sums,
+    dx,
+    rows,
+    classes,
+    places,
+    ignored,
+    parts,
+    smoothing,
+    OF_ROWS: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    IS_MEAN: tl.constexpr,
+    PARTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The gradient of logits, of which a program has ``ROWS``: of as many places of an image, which
+    lie side by side, or of one place each. (``OF_ROWS``: there are as many gradients; otherwise
+    one. The mean divides it by the sum of ``sums``.)
+    """
+    wide = sums.dtype.element_ty
+    if places == 1:
+        row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+        is_row = row < rows
+        first = row * classes
+    else:
+        blocks = (places + ROWS - 1) // ROWS
+        place = tl.program_id(0) % blocks * ROWS + tl.arange(0, ROWS)
+        image = (tl.program_id(0) // blocks).to(tl.int64)
+        is_row = place < places
+        row = image * places + place
+        first = image * classes * places + place
+    index = tl.load(target + row, mask=is_row, other=ignored)
+    counts = is_row & (index != ignored)
+    if OF_ROWS:
+        h = tl.load(g + row, mask=is_row, other=0).to(wide)
+    else:
+        h = tl.zeros([ROWS], wide) + tl.load(g).to(wide)
+    if HAS_WEIGHT:
+        h *= tl.load(weight + index, mask=counts, other=0).to(wide)
+    if IS_MEAN:
+        part = tl.arange(0, PARTS)
+        h /= tl.sum(tl.load(sums + part, mask=part < parts, other=0), axis=0)
+    h = tl.where(counts, h, 0)
+    most = tl.full([ROWS], float("-inf"), wide)
+    total = tl.zeros([ROWS], wide)
+    start = 0
+    while start < classes:
+        one = start + tl.arange(0, BLOCK)[None, :]
+        is_in = is_row[:, None] & (one < classes)
+        at = first[:, None] + one.to(tl.int64) * places
+        v = tl.load(x + at, mask=is_in, other=float("-inf")).to(wide)
+        larger = tl.maximum(most, tl.max(v, axis=1))
+        from_here = tl.where(larger == float("-inf"), 0, larger)
+        total = total * tl.exp(most - from_here) + tl.sum(tl.exp(v - from_here[:, None]), axis=1)
+        most = larger
+        start += BLOCK
+    most = tl.where(most == float("-inf"), 0, most)
+    start = 0
+    while start < classes:
+        one = start + tl.arange(0, BLOCK)[None, :]
+        is_in = is_row[:, None] & (one < classes)
+        at = first[:, None] + one.to(tl.int64) * places
+        v = tl.load(x + at, mask=is_in, other=float("-inf")).to(wide)
+        p = tl.exp(v - most[:, None]) / total[:, None]
+        q = tl.where(one == index[:, None], 1 - smoothing, 0) + smoothing / classes
+        tl.store(dx + at, (h[:, None] * (p - q)).to(x.dtype.element_ty), mask=is_in)
+        start += BLOCK

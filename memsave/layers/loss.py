@@ -55,14 +55,6 @@ def _times(p: Tensor, total: Tensor) -> Tensor:
     return p.mul_(total) if is_plain_gradient(total) and not p.requires_grad else p * total
 
 
-def _places(index: Tensor) -> list[Tensor]:
-    """Of each element, by axis: they broadcast."""
-    return [
-        torch.arange(size, device=index.device).view(-1, *[1] * (index.ndim - 1 - axis))
-        for axis, size in enumerate(index.shape)
-    ]
-
-
 def _is_mean(reduction: str) -> bool:
     """Also by its old name, ``elementwise_mean``; forward refuses what is none."""
     return reduction not in ("none", "sum")
@@ -107,9 +99,9 @@ def _bwd(
     else:
         dx = _times(p, hard)
     # (scatter_add_ takes a copy of all in 32 bits where they are of 16.)
-    first, *others = _places(index)
-    dx.index_put_((first, index, *others), -hard.squeeze(1), accumulate=True)
-    return {"x": dx.to(x.dtype)}
+    index = index.unsqueeze(1)
+    put = dx.scatter if dx.requires_grad else dx.scatter_
+    return {"x": put(1, index, dx.gather(1, index) - hard).to(x.dtype)}
 
 
 def _bwd_of_probabilities(

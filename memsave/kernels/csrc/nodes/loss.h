@@ -6,21 +6,28 @@
 
 #include "arguments.h"
 #include "cpu.h"
+#include "cuda.h"
 #include "layer.h"
 
 namespace {
 
+constexpr int64_t CLASSES_AT_ONCE = 4096; /* by a program of a CUDA device */
 constexpr int64_t FEW_PLACES = 32; /* of which a loop over images makes no vectors */
 
 bool fits(const Tensor &x, const Tensor &target) {
     const auto dtype = x.scalar_type();
-    const bool is_served = dtype == at::kFloat || dtype == at::kDouble || (dtype == at::kBFloat16 && x.is_cpu());
-    if (!is_known(x) || !is_served || x.dim() < 2 || (x.is_cuda() && x.dim() > 2) || !x.numel()) return false;
+    const bool is_served = has_loops(x) && (dtype != at::kHalf || x.is_cuda());
+    if (!is_known(x) || !is_served || x.dim() < 2 || !x.numel()) return false;
     const auto shape = x.sizes();
     const bool are_many = x.dim() == 2 || c10::multiply_integers(shape.slice(2)) >= FEW_PLACES;
     return are_many && x.is_contiguous() && is_beside(target, x) && target.scalar_type() == at::kLong &&
            target.is_contiguous() && target.dim() == x.dim() - 1 && target.size(0) == shape[0] &&
            target.sizes().slice(1) == shape.slice(2);
+}
+
+bool is_weight(const Tensor &weight, const Tensor &x) {
+    return is_beside(weight, x) && weight.scalar_type() == x.scalar_type() && weight.dim() == 1 &&
+           weight.size(0) == x.size(1) && weight.is_contiguous();
 }
 
 Backward cross_entropy_backward;
@@ -37,11 +44,10 @@ PyObject *cross_entropy(PyObject *, PyObject *const *args, Py_ssize_t count) {
     std::optional<Tensor> weight;
     if (args[3] != Py_None) {
         const Tensor *given = known(args[3]);
-        const bool is_like_x = given && is_beside(*given, *x) && given->scalar_type() == x->scalar_type();
-        if (!is_like_x || given->dim() != 1 || given->size(0) != x->size(1) || !given->is_contiguous()) Py_RETURN_NONE;
+        if (!given || !is_weight(*given, *x)) Py_RETURN_NONE;
         weight = *given;
     }
-    if ((weight || smoothing) && (x->is_cuda() || (weight && smoothing))) Py_RETURN_NONE;
+    if (weight && smoothing) Py_RETURN_NONE;
     Made made;
     compute([&] {
         made.y = at::cross_entropy_loss(*x, *target, weight, reduction, ignored, smoothing);
@@ -55,6 +61,48 @@ PyObject *cross_entropy(PyObject *, PyObject *const *args, Py_ssize_t count) {
     END_HANDLE_TH_ERRORS
 }
 
+/* On a CUDA device, from what cross_entropy_backward has looked at; undefined where there is no kernel. */
+Tensor loss_of_rows(const Tensor &g, const Tensor &x, const Tensor &target, const Tensor &weight, int64_t ignored,
+                    bool is_mean, double smoothing) {
+    const auto own = x.scalar_type(), wide = own == at::kDouble ? own : at::kFloat;
+    const int64_t rows = target.numel(), classes = x.size(1), places = rows / x.size(0);
+    if (x.numel() > MOST_ELEMENTS || (smoothing && own == at::kDouble)) return {};
+    for (const Tensor &one : {g, x, target, weight})
+        if (one.defined() && !is_aligned(one)) return {};
+    int64_t block = 1;
+    while (block < classes && block < CLASSES_AT_ONCE) block *= 2;
+    const int64_t at_once = std::max<int64_t>(1, ELEMENTS_OF_PROGRAM / block);
+    const bool of_rows = g.dim(), has_weight = weight.defined();
+    const Kernel *kernel = kernel_for(x, {LOSS_OF_ROWS, (int64_t)own, (int64_t)g.scalar_type(), of_rows, has_weight,
+                                          is_mean, places == 1, at_once, block, is_even(classes)});
+    const Kernel *weigh = is_mean ? kernel_for(x, {WEIGHTS_OF_ROWS, (int64_t)own, has_weight}) : kernel;
+    if (!kernel || !weigh) return {};
+    const int64_t parts = std::min((rows + ELEMENTS_OF_PROGRAM - 1) / ELEMENTS_OF_PROGRAM, MOST_PARTS);
+    const Tensor sums = is_mean ? at::empty({parts}, g.options().dtype(wide)) : g, dx = at::empty_like(x);
+    const Tensor &weights = has_weight ? weight : x;
+    if (is_mean) {
+        Arguments arguments;
+        arguments.read(target);
+        arguments.read(weights);
+        arguments.write(sums);
+        arguments.add((int32_t)rows);
+        arguments.add(ignored);
+        arguments.run(*weigh, x, parts);
+    }
+    Arguments arguments;
+    for (const Tensor &one : {x, target, g, weights, sums}) arguments.read(one);
+    arguments.write(dx);
+    arguments.add((int32_t)rows);
+    if (classes != 1) arguments.add((int32_t)classes);
+    if (places != 1) arguments.add((int32_t)places);
+    arguments.add(ignored);
+    arguments.add((int32_t)parts);
+    arguments.add((float)smoothing);
+    const int64_t images = places == 1 ? 1 : x.size(0), each = places == 1 ? rows : places;
+    arguments.run(*kernel, x, (each + at_once - 1) / at_once * images);
+    return dx;
+}
+
 /* That of x is (softmax(x) - q) * h for each row, of which q is 1 for the class of the target, or that
    smoothed over all classes. (Under autocast the loss, and so g, is wider than x.) */
 Tensor cross_entropy_backward(AutogradContext *ctx, const Tensor &g) {
@@ -64,11 +112,17 @@ Tensor cross_entropy_backward(AutogradContext *ctx, const Tensor &g) {
     const bool is_mean = ctx->saved_data.at("is_mean").toBool();
     const double smoothing = ctx->saved_data.at("smoothing").toDouble();
     const bool of_rows = g.dim() && g.is_contiguous() && g.sizes() == target.sizes();
-    const auto own = x.scalar_type(), wide = own == at::kBFloat16 ? at::kFloat : own;
-    const bool fast = is_final(g) && fits(x, target) && x.device() == g.device() &&
+    const auto own = x.scalar_type(), wide = c10::elementSize(own) < 4 ? at::kFloat : own;
+    bool fast = is_final(g) && fits(x, target) && x.device() == g.device() &&
                       (g.scalar_type() == own || g.scalar_type() == wide) &&
-                      (!weight.defined() || (is_known(weight) && weight.is_contiguous()));
-    if (!fast || !(of_rows || !g.dim()) || g.is_cuda()) {
+                      (!weight.defined() || is_weight(weight, x)) && (of_rows || !g.dim());
+    if (fast && g.is_cuda()) {
+        at::AutoDispatchBelowADInplaceOrView guard;
+        const Tensor dx = loss_of_rows(g, x, target, weight, ignored, is_mean, smoothing);
+        if (dx.defined()) return dx;
+        fast = false;
+    }
+    if (!fast) {
         const Tensor counts = target != ignored, index = target * counts;
         const auto dtype = g.scalar_type();
         const Tensor of_target = weight.defined() ? weight.index({index}).to(dtype) * counts : counts;
@@ -76,7 +130,6 @@ Tensor cross_entropy_backward(AutogradContext *ctx, const Tensor &g) {
         const Tensor zero = at::zeros({}, g.options());
         const Tensor h = at::where(counts, weight.defined() ? each * of_target : each, zero).unsqueeze(1);
         const Tensor p = at::softmax(x, 1, dtype), hard = smoothing ? h * (1 - smoothing) : h, column = index.unsqueeze(1);
-        if (fast && !smoothing) return p.mul_(h).scatter_add_(1, column, hard.neg()).to(own);
         const Tensor dx = p * h - at::zeros_like(p).scatter(1, column, hard);
         return (smoothing ? dx - h * (smoothing / x.size(1)) : dx).to(own);
     }

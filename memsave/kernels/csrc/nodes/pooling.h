@@ -27,10 +27,28 @@ bool window_of(PyObject *windows, int64_t dims, Window &window) {
     return !PyErr_Occurred();
 }
 
+/* What programs of a CUDA device have, together, and how many they are; backwards by stretches of a stride along
+   two axes, as triton_loops.py says. */
+struct Grid {
+    int64_t size, programs;
+
+    Grid(DeviceLoop loop, int64_t elements, const Window &w) : size(elements) {
+        int64_t times = 1;
+        for (int axis = 0; axis < 2 && loop == UNPOOLING; axis++) {
+            const int64_t in = w.in[axis], stride = w.stride[axis], padding = w.padding[axis];
+            size = size / in * ((in - 1 + padding) / stride - padding / stride + 1);
+            times *= stride;
+        }
+        programs = (size + POOLED_BY_PROGRAM - 1) / POOLED_BY_PROGRAM * times;
+    }
+};
+
 /* On a CUDA device: by one that is compiled for the windows, and for what is 1. */
 const Kernel *kernel_of_pool(DeviceLoop loop, const Tensor &x, int64_t elements, int64_t channels,
                              const Window &w) {
-    if (elements > MOST_ELEMENTS || x.numel() > MOST_ELEMENTS || !is_aligned(x)) return nullptr;
+    const Grid grid(loop, elements, w);
+    const bool is_far = elements > MOST_ELEMENTS || x.numel() > MOST_ELEMENTS || grid.size > MOST_ELEMENTS;
+    if (is_far || grid.programs > MOST_ELEMENTS || !is_aligned(x)) return nullptr;
     const auto ones = [](const ptrdiff_t *sizes) { return (sizes[0] == 1) + 2 * (sizes[1] == 1) + 4 * (sizes[2] == 1); };
     const int64_t alignment = channels == 1 ? 2 : is_even(channels);
     const auto *k = w.kernel, *s = w.stride, *p = w.padding, *d = w.dilation;
@@ -38,18 +56,19 @@ const Kernel *kernel_of_pool(DeviceLoop loop, const Tensor &x, int64_t elements,
                           s[0], s[1], s[2], p[0], p[1], p[2], d[0], d[1], d[2]});
 }
 
-void run(const Kernel &kernel, const Tensor &x, const Tensor &y, const Tensor &offsets, int64_t channels,
-         const Window &window) {
+void run(const Kernel &kernel, DeviceLoop loop, const Tensor &x, const Tensor &y, const Tensor &offsets,
+         int64_t channels, const Window &window) {
+    const Grid grid(loop, y.numel(), window);
     Arguments arguments;
     arguments.read(x);
     arguments.write(y);
     arguments.write(offsets);
-    arguments.add((int32_t)y.numel());
+    arguments.add((int32_t)grid.size);
     if (channels != 1) arguments.add((int32_t)channels);
     for (const ptrdiff_t *sizes : {window.in, window.out})
         for (int axis = 0; axis < 3; axis++)
             if (sizes[axis] != 1) arguments.add((int32_t)sizes[axis]);
-    arguments.run(kernel, x, (y.numel() + ELEMENTS_OF_PROGRAM - 1) / ELEMENTS_OF_PROGRAM);
+    arguments.run(kernel, x, grid.programs);
 }
 
 void pool(bool backwards, const Tensor &x, const Tensor &y, const Tensor &offsets, const Window &window,
@@ -95,7 +114,7 @@ PyObject *max_pool(PyObject *, PyObject *const *args, Py_ssize_t count) {
     compute([&] {
         made.y = at::empty(shape, x->options(), *format);
         made.kept = {at::empty(shape, x->options().dtype(at::kByte), *format)};
-        if (on_device) run(*on_device, *x, made.y, made.kept[0], channels, window);
+        if (on_device) run(*on_device, MAX_POOLING, *x, made.y, made.kept[0], channels, window);
         else pool(false, *x, made.y, made.kept[0], window, dims, *format);
     });
     made.call["window"] = at::IntArrayRef((const int64_t *)&window, SIZES);
@@ -224,7 +243,7 @@ Tensor max_pool_backward(AutogradContext *ctx, const Tensor &g) {
     }
     at::AutoDispatchBelowADInplaceOrView guard;
     const Tensor dx = at::empty(shape, g.options(), format);
-    if (kernel) run(*kernel, in_order, dx, offsets, channels, window);
+    if (kernel) run(*kernel, UNPOOLING, in_order, dx, offsets, channels, window);
     else pool(true, in_order, dx, offsets, window, dims, format);
     return dx;
 }
