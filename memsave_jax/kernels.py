@@ -7,6 +7,7 @@ packed where it lies.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -47,13 +48,24 @@ def is_known(shape: tuple[Any, ...]) -> bool:
 
 def pack(booleans: Array) -> Array:
     """Eight booleans per byte: ``(*n, size) -> (*n, ceil(size / 8))``, uint8. ``() -> (1,)``."""
-    if not booleans.ndim:
-        booleans = booleans[None]
-    size = booleans.shape[-1]
-    rest = [(0, 0)] * (booleans.ndim - 1)
-    padded = jnp.pad(booleans, [*rest, (0, -size % 8)])
+    padded = _in_bytes(booleans)
     bits = padded.reshape(*padded.shape[:-1], padded.shape[-1] // 8, 8).astype(jnp.uint8)
     return jnp.sum(bits << _bit_positions(bits.ndim), axis=-1, dtype=jnp.uint8)
+
+
+def pack_by_slices(booleans: Array) -> Array:
+    """The same, which XLA leaves apart from what makes the booleans."""
+    padded = _in_bytes(booleans)
+    bits = [padded[..., k::8].astype(jnp.uint8) << jnp.uint8(k) for k in range(8)]
+    return functools.reduce(jnp.bitwise_or, bits)
+
+
+def _in_bytes(booleans: Array) -> Array:
+    """Padded to whole ones, along an axis at least."""
+    if not booleans.ndim:
+        booleans = booleans[None]
+    rest = [(0, 0)] * (booleans.ndim - 1)
+    return jnp.pad(booleans, [*rest, (0, -booleans.shape[-1] % 8)])
 
 
 def unpack(packed: Array, shape: tuple[int, ...]) -> Array:

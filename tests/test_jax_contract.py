@@ -858,6 +858,29 @@ def test_cross_entropy_in_another_dtype(form: str) -> None:
     assert dx.dtype == jnp.bfloat16
 
 
+@pytest.mark.parametrize("layer", [F.dropout, F.alpha_dropout])
+@pytest.mark.parametrize("shape", [(3, 13), (16,), (7,), (1, 2, 1), (2, 0)], ids=str)
+def test_dropout_where_there_is_a_gpu(
+    layer: Function, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It packs its bits in another way, into the same bytes."""
+    x = jax.random.normal(jax.random.key(1), shape)
+
+    def step(x: Array) -> tuple[Array, Any]:
+        return jax.vjp(lambda x: layer(x, 0.3, jax.random.key(0)), x)
+
+    made = []
+    for backend in ("cpu", "gpu"):
+        monkeypatch.setattr(jax, "default_backend", lambda backend=backend: backend)
+        jax.clear_caches()
+        program = str(jax.make_jaxpr(step)(x))
+        y, pull = jax.jit(step)(x)
+        made.append((y, pull(jnp.cos(x)), [a for a in jax.tree.leaves(pull) if a.dtype == "uint8"]))
+        assert ("reduce_sum" in program) == (backend == "cpu")
+    jax.tree.map(np.testing.assert_array_equal, made[0], made[1])
+    assert len(made[0][2]) == 1
+
+
 def test_dropouts_that_flax_does_not_have() -> None:
     x, key = jnp.ones((64, 3, 16)), jax.random.key(0)
     y = F.feature_dropout(x, 0.25, key)
