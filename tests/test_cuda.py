@@ -85,8 +85,15 @@ LAYERS: dict[str, Callable[[], tuple[nn.Module, nn.Module]]] = {
     },
     "threshold": lambda: (nn.Threshold(0.5, 2.0), memsave.nn.Threshold(0.5, 2.0)),
     "Dropout": lambda: (nn.Dropout(0.3), memsave.nn.Dropout(0.3)),
+    "Dropout in place": lambda: (nn.Dropout(0.3, True), memsave.nn.Dropout(0.3, True)),
     "Dropout2d": lambda: (nn.Dropout2d(0.3), memsave.nn.Dropout2d(0.3)),
     "MaxPool2d": lambda: (nn.MaxPool2d(3, 2, 1), memsave.nn.MaxPool2d(3, 2, 1)),
+    "MaxPool2d, over each other": lambda: (nn.MaxPool2d(5, 1, 2), memsave.nn.MaxPool2d(5, 1, 2)),
+    "MaxPool2d, dilated": lambda: (
+        nn.MaxPool2d(3, (5, 2), 1, 2),
+        memsave.nn.MaxPool2d(3, (5, 2), 1, 2),
+    ),
+    "MaxPool3d": lambda: (nn.MaxPool3d(3, 2, 1), memsave.nn.MaxPool3d(3, 2, 1)),
     "MaxPool2d, apart": lambda: (nn.MaxPool2d(2, 3), memsave.nn.MaxPool2d(2, 3)),
     "Hardsigmoid in place": lambda: (nn.Hardsigmoid(True), memsave.nn.Hardsigmoid(True)),
     "AvgPool2d": lambda: (nn.AvgPool2d(2), memsave.nn.AvgPool2d(2)),
@@ -173,6 +180,76 @@ def test_gradients_that_begin_anywhere(name: str) -> None:
         assert g.data_ptr() % 16
         results.append((y, *torch.autograd.grad(y, x, g)))
     same(results[1], results[0], rtol=1e-4, atol=1e-5)
+
+
+@needs_device
+def test_hardsigmoid_is_that_of_torch() -> None:
+    """To the bit, also beside its kinks."""
+    x = torch.linspace(-4, 4, 1 << 20, device="cuda")
+    x = torch.cat([x, torch.tensor([-3.0, 3.0, -0.0, torch.inf, -torch.inf], device="cuda")])
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for inplace in (False, True):
+            leaf = x.to(dtype, copy=True).requires_grad_()
+            ours = memsave.functional.hardsigmoid(leaf * 1, inplace)
+            assert ours.equal(nn.functional.hardsigmoid(leaf * 1, inplace))
+
+
+@needs_device
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize(
+    "shape", [(700, 5), (6, 1), (300, 10000), (3, 5, 70), (2, 21, 16, 9)], ids=str
+)
+@pytest.mark.parametrize("options", [{}, {"weight": True}, {"label_smoothing": 0.2}], ids=str)
+def test_cross_entropy(shape: tuple[int, ...], options: dict[str, Any], reduction: str) -> None:
+    """In every dtype, and of logits that autocast has in 32 bits. (The gradient that torch makes in
+    16 bits is off by some percent where that of a smoothed class is below what they can say.)
+    """
+    generator = torch.Generator("cuda").manual_seed(0)
+    logits = torch.randn(shape, generator=generator, device="cuda").mul_(3)
+    target = torch.randint(shape[1], (shape[0], *shape[2:]), generator=generator, device="cuda")
+    target.view(-1)[1::3] = -100
+    weight = torch.rand(shape[1], generator=generator, device="cuda") + 0.5
+    for dtype, is_autocast in (
+        *((dtype, False) for dtype in (torch.float32, torch.float64, torch.bfloat16)),
+        *((dtype, is_autocast) for dtype in (torch.float16,) for is_autocast in (False, True)),
+    ):
+        passed = dict(options)
+        if "weight" in passed:
+            passed["weight"] = weight if is_autocast else weight.to(dtype)
+        x = logits.to(dtype).requires_grad_()
+        results = []
+        for functions in (memsave.functional, nn.functional):
+            with torch.autocast("cuda", torch.float16, enabled=is_autocast):
+                results.append(
+                    functions.cross_entropy(x * 1, target, **passed, reduction=reduction)
+                )
+        ours, stock = results
+        bound = 1e-6 if dtype in (torch.float32, torch.float64) else 1e-2
+        same(ours, stock, rtol=bound, atol=bound)
+        g = torch.linspace(0.5, 1.5, ours.numel(), device="cuda", dtype=ours.dtype).view(ours.shape)
+        (dx,) = torch.autograd.grad(ours, x, g)
+        wide = x.detach().double().requires_grad_()
+        if "weight" in passed:
+            passed["weight"] = passed["weight"].double()
+        exact = nn.functional.cross_entropy(wide, target, **passed, reduction=reduction)
+        (expected,) = torch.autograd.grad(exact, wide, g.double())
+        rtol = {torch.float32: 1e-4, torch.float64: 1e-6}.get(dtype, 2e-2)
+        scale = expected.abs().max().item() + 1e-3
+        same(dx, expected.to(dtype), rtol=rtol, atol=rtol / 10 * scale)
+
+
+@needs_device
+@pytest.mark.parametrize("is_frozen", [False, True])
+@pytest.mark.parametrize("momentum", [0.3, None])
+def test_batch_norm_has_the_statistics_of_stock(is_frozen: bool, momentum: float | None) -> None:
+    made = []
+    for layer in alike(nn.BatchNorm2d, 16):
+        layer.cuda().requires_grad_(not is_frozen).momentum = momentum  # type: ignore[assignment]
+        x = torch.linspace(-2, 3, 4 * 16 * 25, device="cuda").view(4, 16, 5, 5).requires_grad_()
+        for _ in range(3):
+            layer(x.sin()).cos().sum().backward()
+        made.append((x.grad, dict(layer.state_dict())))
+    same(made[1], made[0], rtol=1e-4, atol=1e-5)
 
 
 @needs_device

@@ -416,15 +416,16 @@ def check(name, types, constants, even, warps):
 assert of.BITS_OF_PROGRAM == 8 * cuda.BYTES
 assert (of.POOLED_BY_PROGRAM, of.ELEMENTS_OF_PROGRAM) == (cuda.POOLED, cuda.ELEMENTS)
 assert (of.BYTES_OF_ROW, of.PROGRAMS_OF_NORM) == (cuda.BYTES_OF_ROW, cuda.PROGRAMS)
-numbers = {"leaky_relu": of.LEAKY_RELU, "nonzero": of.NONZERO_BITS}
-numbers |= {"within": of.WITHIN, "not_inside": of.NOT_INSIDE}
+numbers = {"hardsigmoid": of.HARDSIGMOID, "nonzero": of.NONZERO_BITS}
+numbers |= {"not_inside": of.NOT_INSIDE}
 assert {name: cuda.KINDS.index(name) for name in numbers} == numbers
-assert cuda.KINDS[: of.LEAKY_RELU] == ("relu",)  # the two that nodes take in any dtype
-assert {*cuda.KINDS[: of.NONZERO_BITS]} == {"relu", *cuda.PIECEWISE}  # which it has write
+assert cuda.KINDS[: of.HARDSIGMOID] == ("relu", "leaky_relu")  # which nodes take in any dtype
+# Which it has write.
+assert {*cuda.KINDS[: of.NONZERO_BITS]} == {"relu", "hardsigmoid", *cuda.PIECEWISE}
 
 for even, kind in product((0, 1), range(len(cuda.KINDS))):
     check(*to_bits(FLOAT, kind, kind < of.NONZERO_BITS, even))
-for dtype, kind in product((HALF, BFLOAT16), (0, of.LEAKY_RELU, of.WITHIN)):
+for dtype, kind in product((HALF, BFLOAT16), range(of.HARDSIGMOID + 1)):
     check(*to_bits(dtype, kind, kind < of.NONZERO_BITS, 1))
 check(*to_bits(BOOL, of.NONZERO_BITS, 0, 1))
 for dtype, kind in product((HALF, FLOAT, BFLOAT16), range(3)):

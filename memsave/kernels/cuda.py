@@ -310,13 +310,13 @@ def _are_vectors(
 
 # For csrc/nodes, which launches loops by itself.
 
-#: Of bits, by number: pieces, those in any dtype first; that of booleans; tests of pieces that
-#: torch computes.
+#: Of bits, by number: pieces, those in any dtype first; that of booleans; the test of the piece
+#: that torch computes.
 KINDS = (
-    *("relu", "leaky_relu", "hardtanh", "threshold", "hardshrink"),
-    *("nonzero", "within", "not_inside"),
+    *("relu", "leaky_relu", "hardsigmoid", "hardtanh", "threshold", "hardshrink"),
+    *("nonzero", "not_inside"),
 )
-BY_TORCH = ("hardsigmoid", "softshrink")
+BY_TORCH = ("softshrink",)
 #: What Triton calls an element, by the number that torch has for its dtype.
 ELEMENT = {0: "u8", 5: "fp16", 6: "fp32", 7: "fp64", 11: "u8", 15: "bf16"}
 INTEGER = {5: "i16", 6: "i32", 7: "i64", 15: "i16"}

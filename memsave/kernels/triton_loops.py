@@ -41,6 +41,11 @@ def to_bits(
     elif KIND == "hardshrink":
         flag = (v < low) | (v > high) | (v != v)
         w = tl.where(flag, v, tl.zeros_like(v))
+    elif KIND == "hardsigmoid":
+        flag = ((wide > low) & (wide < high)) | (wide != wide)
+        w = wide - low
+        w = tl.where(w < 0, 0, tl.where(w > 6, 6, w))
+        w = (w * 0.16666667).to(v.dtype)  # which is rounded as torch's on CUDA, not as on CPU
     elif KIND == "above":
         flag = wide > low
     elif KIND == "within":

@@ -40,9 +40,10 @@ PyObject *bits(PyObject *, PyObject *const *args, Py_ssize_t count) {
     Loop *loop = nullptr;
     const Kernel *kernel = nullptr;
     if (x->is_cuda()) {
-        const bool in_any_dtype = kind <= LEAKY_RELU || kind == WITHIN, writes = kind < WITHIN;
+        const bool in_any_dtype = kind <= HARDSIGMOID, writes = kind < NONZERO_BITS;
         if (kind == NOTHING || !has_loops(*x) || (inplace && !writes)) Py_RETURN_NONE;
         if (!in_any_dtype && x->scalar_type() != at::kFloat) Py_RETURN_NONE;
+        if (kind == HARDSIGMOID && x->scalar_type() == at::kDouble) Py_RETURN_NONE;
         if (!from_bits(*x, family) || !(kernel = to_bits(*x, kind, writes))) Py_RETURN_NONE;
     } else {
         loop = loop_for(forward, x->scalar_type());
@@ -54,7 +55,6 @@ PyObject *bits(PyObject *, PyObject *const *args, Py_ssize_t count) {
     if (output == BY_SOFTSHRINK && inplace) Py_RETURN_NONE;
     compute([&] {
         if (output == BY_SOFTSHRINK || (kernel && kind == NOT_INSIDE)) made.y = at::softshrink(*x, number[1]);
-        else if (kernel && kind == WITHIN) made.y = at::hardsigmoid(*x);
         else made.y = inplace ? *x : output == AS_X ? memory_like(*x) : memory_of_result(*x);
         if (also != Py_None) made.kept.push_back(THPVariable_Unpack(also));
         made.kept.push_back(empty_bits(*x));

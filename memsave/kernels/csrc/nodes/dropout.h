@@ -63,6 +63,25 @@ PyObject *fused_dropout(PyObject *row, const Tensor &x, double p) {
     return layer(row, x, bits_backward, made);
 }
 
+/* In place torch draws apart what it multiplies by. */
+PyObject *dropout_in_place(PyObject *row, const Tensor &x, double p, double factor) {
+    const bool has_loop = has_loops(x) && x.scalar_type() != at::kDouble && x.numel() <= MOST_ELEMENTS;
+    if (!has_loop || !is_writable(x)) Py_RETURN_NONE;
+    const Kernel *scale = from_bits(x, SCALE), *kernel = to_bits(x, NONZERO_BITS, false);
+    if (!scale || !kernel) Py_RETURN_NONE;
+    Made made;
+    compute([&] {
+        const Tensor kept = at::empty_like(x).bernoulli_(1 - p);
+        made.kept = {empty_bits(x)};
+        run(*kernel, kept, kept, made.kept[0], 0, 0);
+        made.y = x;
+        run(*scale, x, x, made.kept[0], factor, 0);
+    });
+    made.inplace = true;
+    to_go_by_bits(made, SCALE, factor, 0);
+    return layer(row, x, bits_backward, made);
+}
+
 Backward dropout_from_rng_backward;
 
 /* Dropout that keeps bits, or the state of the generator to draw them again. */
@@ -75,8 +94,8 @@ PyObject *dropout(PyObject *, PyObject *const *args, Py_ssize_t count) {
     const int inplace = PyObject_IsTrue(args[4]), from_rng = PyObject_IsTrue(args[5]);
     if (inplace < 0 || from_rng < 0) return nullptr;
     if (x->is_cuda()) {
-        if (inplace || from_rng) Py_RETURN_NONE;
-        return fused_dropout(args[0], *x, p);
+        if (from_rng) Py_RETURN_NONE;
+        return inplace ? dropout_in_place(args[0], *x, p, factor) : fused_dropout(args[0], *x, p);
     }
     Loop *loop = loop_for(family_of[SCALE], x->scalar_type());
     if (!loop || (inplace && !is_writable(*x))) Py_RETURN_NONE;
