@@ -454,6 +454,17 @@ def _unservable(rule: Rule, args: tuple[Any, ...], options: Mapping[str, Any]) -
     return False
 
 
+def by_node(name: str, row: Layer, module: nn.Module, input: Any, *rest: Any) -> Tensor | None:
+    """What a function of :mod:`memsave.kernels.nodes` makes of the attributes of a module, or
+    ``None``. It spares the time of the search of ``torch.nn.Module`` for each, which is as much as
+    all else that calls a small layer.
+    """
+    if nodes is None or is_dynamo_compiling() or _observers:
+        return None
+    y: Tensor | None = getattr(nodes, name)(row.name, module.__dict__, input, *rest)
+    return y
+
+
 #: Bits of what :func:`for_stock` takes for ``wanted``.
 INPUT, WEIGHT, BIAS = 1, 2, 4
 

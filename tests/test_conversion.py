@@ -651,6 +651,33 @@ def test_a_convolution_of_its_own_is_a_forward_of_its_own() -> None:
     assert entry.reason == "subclass of Conv2d with a forward of its own"
 
 
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_a_convolution_of_its_own_that_derives_from_ours(is_frozen: bool) -> None:
+    class Own(memsave.nn.Conv2d):
+        def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            return super()._conv_forward(input, weight * 2, bias)
+
+    layer = Own(3, 4, 3).requires_grad_(not is_frozen)
+    x = torch.randn(2, 3, 5, 5, requires_grad=True)
+    same(layer(x), nn.functional.conv2d(x, layer.weight * 2, layer.bias))
+
+
+@pytest.mark.parametrize("name", ["weight", "bias"])
+@pytest.mark.parametrize("is_eval_norm", [False, True])
+def test_a_tensor_in_the_place_of_a_parameter(name: str, is_eval_norm: bool) -> None:
+    """As libraries of meta-learning put it: among the attributes, which are found first."""
+    layer = nn.BatchNorm2d(3).eval() if is_eval_norm else nn.Conv2d(3, 3, 1)
+    layer.requires_grad_(False)
+    x = torch.randn(2, 3, 4, 4, requires_grad=True)
+    other = getattr(layer, name) + 1
+    layer.__dict__[name] = other
+    expected = layer(x)
+    same(memsave.convert(layer)(x), expected)
+    del layer.__dict__[name], layer._parameters[name]
+    setattr(layer, name, other)
+    same(layer(x), expected)
+
+
 def test_attributes_that_compare_by_element() -> None:
     layer = nn.ReLU()
     layer.table, layer.other = np.zeros(3), torch.zeros(3)

@@ -884,6 +884,125 @@ def test_what_stock_takes_at_once() -> None:
         assert function.for_stock(layer, other, x) == own
 
 
+def changed(layer: nn.Module, **attributes: Any) -> nn.Module:
+    """With other attributes, where they are found first."""
+    layer.__dict__.update(attributes)
+    return layer
+
+
+#: Layers of which a node finds the parameters and options itself; and some of which it does not.
+MODULES: dict[str, Callable[[], nn.Module]] = {
+    "Conv1d": lambda: nn.Conv1d(4, 6, 3, 2, 1, groups=2),
+    "Conv2d": lambda: nn.Conv2d(4, 6, (3, 2), (1, 2), (1, 0), dilation=2, bias=False),
+    "Conv3d": lambda: nn.Conv3d(4, 6, 2),
+    "Conv2d, valid": lambda: nn.Conv2d(4, 6, 3, padding="valid"),
+    "Conv2d, same": lambda: nn.Conv2d(4, 6, 3, padding="same"),
+    "Conv2d, evenly same": lambda: nn.Conv2d(4, 6, 2, padding="same"),
+    "Conv2d, reflect": lambda: nn.Conv2d(4, 6, 3, padding=1, padding_mode="reflect"),
+    "Conv2d, another weight": lambda: changed(nn.Conv2d(4, 6, 3), weight=torch.ones(6, 4, 3, 3)),
+    "Conv2d, another stride": lambda: changed(nn.Conv2d(4, 6, 3), stride=2),
+    "Conv2d, a bad stride": lambda: changed(nn.Conv2d(4, 6, 3), stride=(1, 2, 3)),
+    "BatchNorm1d": lambda: nn.BatchNorm1d(4),
+    "BatchNorm2d": lambda: nn.BatchNorm2d(4, eps=0.1, momentum=0.3),
+    "BatchNorm3d": lambda: nn.BatchNorm3d(4, affine=False),
+    "BatchNorm2d, of batches": lambda: nn.BatchNorm2d(4, track_running_stats=False),
+    "BatchNorm2d, averaging": lambda: nn.BatchNorm2d(4, momentum=None),
+    "BatchNorm2d, tracking no more": lambda: changed(nn.BatchNorm2d(4), track_running_stats=False),
+    "BatchNorm2d, another mean": lambda: changed(nn.BatchNorm2d(4), running_mean=torch.ones(4)),
+    "BatchNorm2d, in 64 bits": lambda: nn.BatchNorm2d(4, dtype=torch.float64),
+}
+SHAPES = (
+    (4,),
+    (2, 4),
+    (4, 7),
+    (2, 4, 7),
+    (2, 4, 7, 5),
+    (1, 4, 1, 1),
+    (2, 4, 3, 4, 5),
+    (2, 3, 4, 5),
+)
+
+
+@needs_nodes
+@pytest.mark.parametrize("mode", ["none", "no grad", "function mode", "autocast"])
+@pytest.mark.parametrize("trains", [False, True], ids=["eval", "train"])
+@pytest.mark.parametrize("name", MODULES)
+def test_modules_whose_attributes_a_node_finds(name: str, trains: bool, mode: str) -> None:
+    """Values, gradients, buffers and errors are those of stock."""
+    for names in ((), ("weight",), ("bias", "weight")):
+        for shape, wants_x in product(SHAPES, (False, True)):
+            made = []
+            for converts in (False, True):
+                torch.manual_seed(0)
+                module = MODULES[name]().train(trains)
+                for parameter, tensor in module.named_parameters():
+                    tensor.requires_grad_(parameter in names)
+                if converts:
+                    memsave.convert(module)
+                x = torch.randn(shape, requires_grad=wants_x)
+                try:
+                    with warnings.catch_warnings(), MODES[mode]():
+                        warnings.simplefilter("ignore")
+                        y = module(x * 1)
+                    leaves = [t for t in (x, *module.parameters()) if t.requires_grad]
+                    grads = []
+                    if y.requires_grad:
+                        grads = torch.autograd.grad(y.sin().sum(), leaves, allow_unused=True)
+                    result = y.detach(), *grads
+                except (RuntimeError, ValueError) as error:
+                    result = (type(error),)
+                made.append((*result, *module.buffers()))
+            assert len(made[0]) == len(made[1])
+            for expected, actual in zip(*made, strict=True):
+                same(actual, expected, rtol=1e-5, atol=1e-6)
+
+
+@needs_nodes
+@pytest.mark.parametrize("value", [None, 1.0, [1.0], "x"], ids=str)
+@pytest.mark.parametrize("name", ["Conv2d", "BatchNorm2d"])
+def test_modules_of_no_tensor(name: str, value: Any) -> None:
+    for module in (MODULES[name](), memsave.convert(MODULES[name]())):
+        for layer in (module, module.eval(), module.requires_grad_(False)):
+            with pytest.raises((TypeError, AttributeError)):
+                layer(value)
+
+
+@needs_nodes
+def test_what_a_node_finds_in_a_module() -> None:
+    """So the search of nn.Module is spared in all of these."""
+    conv, norm = memsave.nn.Conv2d(4, 6, 3, padding=1), memsave.nn.BatchNorm2d(4).eval()
+    x = torch.randn(2, 4, 5, 5, requires_grad=True)
+
+    def name(module: nn.Module) -> str:
+        found = {
+            memsave.nn.Conv2d: lambda: kernels.nodes.convolution_of("conv2d", vars(module), x),
+            memsave.nn.BatchNorm2d: lambda: kernels.nodes.batch_norm_of("b", vars(module), x, 4, 4),
+        }[type(module)]()
+        return "" if found is None else type(found.grad_fn).__name__
+
+    assert name(conv) == "ConvolutionBackward0"
+    assert name(norm) == "NativeBatchNormBackward0"
+    conv.weight.requires_grad_(False), norm.weight.requires_grad_(False)
+    assert name(conv) == name(norm) == ""  # of the bias and x
+    conv.requires_grad_(False), norm.requires_grad_(False)
+    assert name(conv) == name(norm) == "MemsaveLayerBackward"
+    with torch.autocast("cpu"):
+        assert name(conv) == "MemsaveLayerBackward"
+        conv.requires_grad_()
+        assert name(conv) == ""
+    for module in (conv, norm.requires_grad_()):  # as torch.func.functional_call has it
+        weight = module._parameters["weight"]
+        module._parameters["weight"] = weight * 2
+        assert name(module) == ""  # Stock would keep what is computed here.
+        module._parameters["weight"] = weight
+        assert name(module)
+    with FunctionMode():
+        assert name(conv) == name(norm) == ""
+    assert name(norm.train()) == ""  # on CPU
+    conv._conv_forward = None
+    assert name(conv) == ""
+
+
 P_OF_KEPT = (0.5, 0.1, 1 - 0.1, 2**-53, 1 - 2**-53, 5e-324)
 
 

@@ -109,6 +109,11 @@ batch_norm_eval = _nodes.batch_norm_eval
 #: ``convolution(row, x, weight, bias, stride, padding, dilation, transposed, output_padding,
 #: groups)``, by constants.
 convolution = _nodes.convolution
+#: ``convolution_of(row, module.__dict__, x)``: by the attributes of a module; also the stock one.
+convolution_of = _nodes.convolution_of
+#: ``batch_norm_of(row, module.__dict__, x, least, most)``, of so many axes: the same, and
+#: what it does to the buffers in training.
+batch_norm_of = _nodes.batch_norm_of
 #: ``pad(row, x, replicates, pad)``, by replication or reflection.
 pad = _nodes.pad
 #: ``avg_pool(row, x, dims, kernel_size, stride, padding, ceil_mode, count_include_pad, divisor)``.
@@ -148,9 +153,11 @@ __all__ = [
     "adaptive_max_pool",
     "avg_pool",
     "batch_norm_eval",
+    "batch_norm_of",
     "bernoulli",
     "bits",
     "convolution",
+    "convolution_of",
     "cross_entropy",
     "curve",
     "dropout",

@@ -140,6 +140,8 @@ def _adaptive_node(dims: int, row: str, wrt: Mask, x: Tensor, *, output_size: An
 
 def _stock_keeps_x(*, output_size: Any) -> bool:
     """But to one element per channel, where torch takes the mean."""
+    if output_size in (1, (1, 1)):  # at once, as most models have it
+        return False
     sizes = output_size if isinstance(output_size, list | tuple) else [output_size]
     return not all(size == 1 for size in sizes)
 

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from .. import kernels, spec
 from .._context import is_final
-from ..function import INPUT, WEIGHT, Grads, Mask, Saved, Shapes, define, for_stock
+from ..function import INPUT, WEIGHT, Grads, Mask, Saved, Shapes, by_node, define, for_stock
 from ..kernels.memory import FORMATS
-from .module import drop_in
+from .module import drop_in, parameters_of
 
 
 def _primal_eval(
@@ -234,6 +234,11 @@ def batch_norm(
 
 def _forward(module: Any, input: Tensor) -> Tensor:
     """Which statistics to use and to update: https://docs.pytorch.org/docs/stable/nn.html."""
+    axes = _AXES.get(type(module))
+    if axes is not None:
+        row = spec.BATCH_NORM_EVAL
+        if (y := by_node("batch_norm_of", row, module, input, *axes)) is not None:
+            return y
     module._check_input_dim(input)
     training, momentum, tracks = module.training, module.momentum, module.track_running_stats
     # (In stock's order, which torch.export shows.)
@@ -243,7 +248,7 @@ def _forward(module: Any, input: Tensor) -> Tensor:
             momentum = 1.0 / float(count)
     mean, var = module.running_mean, module.running_var
     if (own := _for_stock(module, training, input)) is None:
-        function, own = batch_norm, (module.weight, module.bias)
+        function, own = batch_norm, parameters_of(module)
     else:
         function = F.batch_norm
     by_batch = training or (mean is None and var is None)
@@ -290,3 +295,7 @@ class BatchNorm3d(nn.BatchNorm3d):
 
     def forward(self, input: Tensor) -> Tensor:
         return _forward(self, input)
+
+
+#: How many axes an input has, from to, of these classes themselves.
+_AXES = {BatchNorm1d: (2, 3), BatchNorm2d: (4, 4), BatchNorm3d: (5, 5)}

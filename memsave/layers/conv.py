@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from .. import kernels, spec
 from .._context import amp_enabled, lowered
-from ..function import WEIGHT, Grads, Mask, Saved, Shapes, define, for_stock
-from .module import drop_in
+from ..function import WEIGHT, Grads, Mask, Saved, Shapes, by_node, define, for_stock
+from .module import drop_in, parameters_of
 from .shape import Ints, in_format, is_size, per_axis, placeholder, remembered
 
 CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
@@ -391,18 +391,23 @@ conv_transpose3d = _functional_transpose(_conv_transpose3d, 3)
 
 #: By the number of spatial axes.
 _CONV = {1: _conv1d, 2: _conv2d, 3: _conv3d}
+_FUNCTIONAL = {1: conv1d, 2: conv2d, 3: conv3d}
 _TRANSPOSE = {1: conv_transpose1d, 2: conv_transpose2d, 3: conv_transpose3d}
 
 
 def _forward(self: Any, input: Tensor) -> Tensor:
-    padding = _padding_left(self)
-    pads = _stock_pads(padding=padding, padding_mode=self.padding_mode)
-    is_somebodys = "_conv_forward" in self.__dict__
-    own = None if pads or is_somebodys else for_stock(self, WEIGHT, input, casts=True)
-    if own is None:
-        return self._conv_forward(input, self.weight, self.bias)
-    stock = CONV[len(self.kernel_size)]
-    return stock(input, *own, self.stride, padding, self.dilation, self.groups)
+    row = _ROWS.get(type(self))
+    if row is not None and (y := by_node("convolution_of", row, self, input)) is not None:
+        return y
+    # (As torch.nn's would, by _conv_forward, unless that is ours and would do nothing more.)
+    padding, own = _padding_left(self), self._conv_forward
+    pads = padding == "same" or self.padding_mode != "zeros"
+    if pads or getattr(own, "__func__", own) is not _conv_forward:
+        return own(input, self.weight, self.bias)  # type: ignore[no-any-return]
+    dims, options = len(self.kernel_size), (self.stride, padding, self.dilation, self.groups)
+    if (parameters := for_stock(self, WEIGHT, input, casts=True)) is not None:
+        return CONV[dims](input, *parameters, *options)
+    return _FUNCTIONAL[dims](input, *parameters_of(self), *options)
 
 
 def _padding_left(self: Any) -> Any:
@@ -465,6 +470,10 @@ class Conv3d(nn.Conv3d):
     forward, _conv_forward = _forward, _conv_forward  # type: ignore[assignment]
 
 
+#: Of these classes themselves: those that derive from them may compute something else.
+_ROWS = {Conv1d: spec.CONV1D, Conv2d: spec.CONV2D, Conv3d: spec.CONV3D}
+
+
 def _forward_transpose(self: Any, input: Tensor, output_size: list[int] | None = None) -> Tensor:
     dims = len(self.kernel_size)
     geometry = (self.stride, self.padding, self.kernel_size, dims, self.dilation)
@@ -472,7 +481,7 @@ def _forward_transpose(self: Any, input: Tensor, output_size: list[int] | None =
     options = (self.stride, self.padding, output_padding, self.groups, self.dilation)
     if (own := for_stock(self, WEIGHT, input, casts=True)) is not None:
         return CONV_TRANSPOSE[dims](input, *own, *options)
-    return _TRANSPOSE[dims](input, self.weight, self.bias, *options)
+    return _TRANSPOSE[dims](input, *parameters_of(self), *options)
 
 
 @drop_in(spec.CONV_TRANSPOSE1D)

@@ -290,12 +290,13 @@ class RMSNorm(nn.RMSNorm):
     """As :class:`torch.nn.RMSNorm`. Keeps its input, once."""
 
     def forward(self, x: Tensor) -> Tensor:
+        own = for_stock(self, INPUT | WEIGHT, x, casts=True, has_bias=False)
+        weight = self.weight if own is None else own[0]
         # On CUDA, stock's kernel keeps the same.
-        if getattr(x, "is_cuda", False) and x.is_contiguous() and _is_fused(x, self.weight):
-            own = for_stock(self, INPUT | WEIGHT, x, casts=True, has_bias=False)
-            if own is not None:
-                return F.rms_norm(x, self.normalized_shape, own[0], self.eps)
-        return rms_norm(x, self.normalized_shape, self.weight, self.eps)
+        if own is not None and x.is_cuda and x.is_contiguous() and _is_fused(x, weight):
+            stock = F.rms_norm if _len_torch_function_stack() else torch.rms_norm
+            return stock(x, self.normalized_shape, weight, self.eps)
+        return rms_norm(x, self.normalized_shape, weight, self.eps)
 
 
 @drop_in(spec.RMS_NORM_FROM_OUTPUT)

@@ -83,7 +83,9 @@ PyMethodDef methods[] = {
     FAST(avg_pool),
     FAST(adaptive_avg_pool),
     FAST(convolution),
+    FAST(convolution_of),
     FAST(batch_norm_eval),
+    FAST(batch_norm_of),
     {nullptr, nullptr, 0, nullptr},
 };
 

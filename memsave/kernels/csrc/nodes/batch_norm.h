@@ -3,6 +3,7 @@
 #pragma once
 
 #include "arguments.h"
+#include "function.h"
 #include "layer.h"
 
 namespace {
@@ -37,6 +38,56 @@ PyObject *batch_norm_eval(PyObject *, PyObject *const *args, Py_ssize_t count) {
     if (vectors[SCALE_BY]) made.kept.push_back(*vectors[SCALE_BY]);
     made.call["eps"] = eps;
     return layer(args[0], *x, batch_norm_eval_backward, made);
+    END_HANDLE_TH_ERRORS
+}
+
+/* How torch has it, of which the gradient of x reads no more than ours: but without a weight its second derivative
+   leaves out terms, and on CUDA it keeps a copy of what is stored in neither of its formats. (On CPU, in training,
+   there may be a faster loop.) */
+bool is_for_torch(const Tensor &x, bool trains) {
+    if (!x.is_cuda()) return !trains;
+    return x.is_contiguous() || x.is_contiguous(at::MemoryFormat::ChannelsLast) ||
+           x.is_contiguous(at::MemoryFormat::ChannelsLast3d);
+}
+
+/* That of a module which takes tensors of so many axes: by torch itself, where that keeps the same. */
+PyObject *batch_norm_of(PyObject *, PyObject *const *args, Py_ssize_t count) {
+    HANDLE_TH_ERRORS
+    TORCH_CHECK_TYPE(count == 5 && PyDict_Check(args[1]), "batch_norm_of takes a name, a dict, a tensor and two numbers");
+    const Module module = {args[1]};
+    PyObject *weight = module.parameter("weight"), *bias = module.parameter("bias");
+    PyObject *mean = module.buffer("running_mean"), *var = module.buffer("running_var");
+    PyObject *seen = module.buffer("num_batches_tracked"), *training = module.option("training");
+    PyObject *numbers_of[] = {module.option("eps"), module.option("momentum")};
+    if (!weight || !bias || !mean || !var || !seen || !numbers_of[0] || !numbers_of[1]) Py_RETURN_NONE;
+    if (mean == Py_None || var == Py_None || !training || !PyBool_Check(training)) Py_RETURN_NONE;
+    const auto wanted = wanted_of({args[2], weight, bias, mean, var, seen});
+    if (!wanted || args[2] == Py_None || *wanted & ~7l) Py_RETURN_NONE;
+    const Tensor &x = THPVariable_Unpack(args[2]);
+    const long least = PyLong_AsLong(args[3]), most = PyLong_AsLong(args[4]);
+    if (PyErr_Occurred()) return nullptr;
+    if (x.dim() < least || x.dim() > most || !x.numel()) Py_RETURN_NONE;
+    const bool trains = training == Py_True;
+    if (!trains && *wanted == 1) {
+        PyObject *const all[] = {args[0], args[2], mean, var, weight, bias, numbers_of[0]};
+        return batch_norm_eval(nullptr, all, 7);
+    }
+    double options[2];
+    if (weight == Py_None || !is_for_torch(x, trains) || !are_leaves({weight, bias})) Py_RETURN_NONE;
+    if (!numbers(numbers_of, options, 2)) Py_RETURN_NONE;
+    if (*wanted && !(*wanted & (trains ? 3 : 2))) Py_RETURN_NONE; /* that of the bias alone, say */
+    if (trains && (module.option("track_running_stats") != Py_True || seen == Py_None)) Py_RETURN_NONE;
+    if (trains && x.numel() == x.size(1)) Py_RETURN_NONE; /* for Python to refuse */
+    const auto given = bias == Py_None ? std::nullopt : std::optional<Tensor>(THPVariable_Unpack(bias));
+    Tensor y;
+    {
+        pybind11::gil_scoped_release unlocked;
+        const Tensor of[] = {THPVariable_Unpack(weight), THPVariable_Unpack(mean), THPVariable_Unpack(var)};
+        if (trains) THPVariable_Unpack(seen).add_(1);
+        y = at::batch_norm(x, of[0], given, of[1], of[2], trains, options[1], options[0],
+                           at::globalContext().userEnabledCuDNN());
+    }
+    return THPVariable_Wrap(y);
     END_HANDLE_TH_ERRORS
 }
 

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "arguments.h"
+#include "function.h"
 #include "layer.h"
 
 namespace {
@@ -52,6 +53,45 @@ PyObject *convolution(PyObject *, PyObject *const *args, Py_ssize_t count) {
     made.call["shape"] = x->sizes();
     if (x->is_cpu()) made.call["format"] = (int64_t)*format;
     return layer(args[0], *x, convolution_backward, made);
+    END_HANDLE_TH_ERRORS
+}
+
+/* That of a module: by torch itself, where that keeps the same. */
+PyObject *convolution_of(PyObject *, PyObject *const *args, Py_ssize_t count) {
+    HANDLE_TH_ERRORS
+    TORCH_CHECK_TYPE(count == 3 && PyDict_Check(args[1]), "convolution_of takes a name, a dict and a tensor");
+    static PyObject *const zero = PyLong_FromLong(0);
+    const Module module = {args[1]};
+    PyObject *weight = module.parameter("weight"), *bias = module.parameter("bias");
+    PyObject *padding = module.option("padding"), *mode = module.option("padding_mode");
+    PyObject *stride = module.option("stride"), *dilation = module.option("dilation"), *groups = module.option("groups");
+    if (!weight || !bias || !padding || !mode || !stride || !dilation || !groups) Py_RETURN_NONE;
+    if (!PyUnicode_Check(mode) || PyUnicode_CompareWithASCIIString(mode, "zeros")) Py_RETURN_NONE;
+    if (args[2] == Py_None || weight == Py_None || module.option("_conv_forward")) Py_RETURN_NONE;
+    const auto wanted = wanted_of({args[2], weight, bias});
+    if (wanted == 1) {
+        PyObject *const all[] = {args[0], args[2], weight, bias, stride, padding, dilation, Py_False, zero, groups};
+        return convolution(nullptr, all, 10);
+    }
+    const Tensor &x = THPVariable_Unpack(args[2]);
+    if (!wanted || (*wanted && !(*wanted & 2)) || !are_leaves({weight, bias})) Py_RETURN_NONE;
+    if (is_autocast(x) || !PyLong_CheckExact(groups)) Py_RETURN_NONE;
+    const size_t dims = THPVariable_Unpack(weight).dim() - 2;
+    at::DimVector by[3];
+    if (dims < 1 || dims > 3 || !sizes(stride, dims, by[STRIDE]) || !sizes(padding, dims, by[PADDING])) Py_RETURN_NONE;
+    if (!sizes(dilation, dims, by[DILATION])) Py_RETURN_NONE;
+    const int64_t parts = PyLong_AsLongLong(groups);
+    if (PyErr_Occurred()) return nullptr;
+    const auto given = bias == Py_None ? std::nullopt : std::optional<Tensor>(THPVariable_Unpack(bias));
+    Tensor y;
+    {
+        pybind11::gil_scoped_release unlocked;
+        const Tensor w = THPVariable_Unpack(weight);
+        if (dims == 1) y = at::conv1d(x, w, given, by[STRIDE], by[PADDING], by[DILATION], parts);
+        else if (dims == 2) y = at::conv2d(x, w, given, by[STRIDE], by[PADDING], by[DILATION], parts);
+        else y = at::conv3d(x, w, given, by[STRIDE], by[PADDING], by[DILATION], parts);
+    }
+    return THPVariable_Wrap(y);
     END_HANDLE_TH_ERRORS
 }
 

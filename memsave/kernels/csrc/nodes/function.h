@@ -4,6 +4,8 @@
 
 #include <torch/csrc/Exceptions.h>
 
+#include <map>
+
 #include "arguments.h"
 
 namespace {
@@ -34,6 +36,55 @@ PyObject *wanted(PyObject *, PyObject *const *args, Py_ssize_t count) {
     return PyLong_FromLong(bits);
     END_HANDLE_TH_ERRORS
 }
+
+/* Of these, which gradients are wanted, as bits; none unless all are tensors that a node may take. */
+std::optional<long> wanted_of(std::initializer_list<PyObject *> args) {
+    if (!is_usual()) return std::nullopt;
+    const bool enabled = at::GradMode::is_enabled();
+    long bits = 0, bit = 1;
+    for (PyObject *arg : args) {
+        if (arg != Py_None) {
+            if (!THPVariable_CheckExact(arg)) return std::nullopt;
+            const Tensor &tensor = THPVariable_Unpack(arg);
+            if (!is_known(tensor) || tensor.is_complex()) return std::nullopt;
+            if (enabled && tensor.requires_grad()) bits |= bit;
+        }
+        bit *= 2;
+    }
+    return bits;
+}
+
+/* Whether what torch would keep of these lives anyway: of parameters, not of what is computed. */
+bool are_leaves(std::initializer_list<PyObject *> args) {
+    return std::all_of(args.begin(), args.end(), [](PyObject *arg) {
+        return arg == Py_None || THPVariable_Unpack(arg).is_leaf();
+    });
+}
+
+/* What a module has, by its __dict__. (Borrowed; nullptr without an error where it is to be looked for by
+   Python.) */
+struct Module {
+    PyObject *own;
+
+    PyObject *option(const char *name) const { return get(own, name); }
+    PyObject *parameter(const char *name) const { return tensor("_parameters", name); }
+    PyObject *buffer(const char *name) const { return tensor("_buffers", name); }
+
+  private:
+    static PyObject *get(PyObject *dict, const char *name) {
+        static std::map<const char *, PyObject *> interned;
+        PyObject *&key = interned[name];
+        if (!key) key = PyUnicode_InternFromString(name);
+        PyObject *found = PyDict_GetItemWithError(dict, key);
+        if (!found) PyErr_Clear();
+        return found;
+    }
+
+    PyObject *tensor(const char *home, const char *name) const {
+        PyObject *all = get(own, home);
+        return all && PyDict_CheckExact(all) && !get(own, name) ? get(all, name) : nullptr;
+    }
+};
 
 /* The weight and the bias of a module that may call its stock op at once: see function.py. */
 PyObject *for_stock(PyObject *, PyObject *const *args, Py_ssize_t count) {
