@@ -29,10 +29,13 @@ def test_tables_are_those_of_the_results() -> None:
 
 
 def test_what_it_says_in_short() -> None:
-    """Is in the tables: bytes by model and scenario, times by model (and batch) and scenario."""
+    """Is in the tables: bytes by model and scenario, times by model (and batch) and scenario; and
+    the range of times of the accelerator.
+    """
     trained = {"the input": "Input (BN eval)", "the norms": "Norm", "everything": "All"}
     short = README[README.index("**In short**") : README.index("## Two commands")]
-    rows = [line.split(" | ") for line in short.strip().split("\n")[4:]]
+    lines = [line for line in short.strip().split("\n") if line.startswith("|")]
+    rows = [line.split(" | ") for line in lines[2:]]
     assert len(rows) >= 5
     for what, model, kept, peak, time in rows:
         scenario = trained[what.strip("| ").split(" alone")[0]]
@@ -42,15 +45,24 @@ def test_what_it_says_in_short() -> None:
             for header, values in _rows(name, model)
         }
         assert found == {"scenarios": f"{kept}, {peak}", "scenario_times": time.strip("| ")}
+    tables = README[README.index("<!-- results of scenario_times -->") :].split("<!-- end -->")[0]
+    lines = tables[tables.index("on NVIDIA") :].split("\n")
+    times = [re.findall(r"\d[.]\d\d", line.rpartition(" | ")[0]) for line in lines if "(" in line]
+    every = [float(time) for row in times for time in row]
+    assert re.findall(r"\d[.]\d\d", short.split("On one H100")[1]) == [
+        f"{time:.2f}" for time in (min(every), sorted(every)[-2], max(every))
+    ]
 
 
 def _rows(name: str, model: str) -> Iterator[tuple[list[str], list[str]]]:
-    """Those of a model in the tables of an experiment, with their headers; the last of them."""
+    """Those of a model in the tables of an experiment on CPU, with their headers."""
     start = README.index(f"<!-- results of {name} -->")
     header: list[str] = []
     before: list[str] = []
     for line in README[start : README.index("<!-- end -->", start)].split("\n"):
         cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if line.startswith("Size ") and "NVIDIA" in line:
+            return
         if line.startswith("| ---"):
             header = before
         elif re.sub(r" \(.*\)$", "", cells[0]) == model:

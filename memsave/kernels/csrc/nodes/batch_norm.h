@@ -68,11 +68,12 @@ PyObject *batch_norm_of(PyObject *, PyObject *const *args, Py_ssize_t count) {
     if (PyErr_Occurred()) return nullptr;
     if (x.dim() < least || x.dim() > most || !x.numel()) Py_RETURN_NONE;
     const bool trains = training == Py_True;
+    double options[2];
+    if (!numbers(numbers_of, options, 1) || !(options[0] > 0)) Py_RETURN_NONE; /* which stock may refuse */
     if (!trains && *wanted == 1) {
         PyObject *const all[] = {args[0], args[2], mean, var, weight, bias, numbers_of[0]};
         return batch_norm_eval(nullptr, all, 7);
     }
-    double options[2];
     if (weight == Py_None || !is_for_torch(x, trains) || !are_leaves({weight, bias})) Py_RETURN_NONE;
     if (!numbers(numbers_of, options, 2)) Py_RETURN_NONE;
     if (*wanted && !(*wanted & (trains ? 3 : 2))) Py_RETURN_NONE; /* that of the bias alone, say */
