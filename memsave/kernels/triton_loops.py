@@ -315,6 +315,17 @@ def weigh(target, weight, sums, rows, ignored, HAS_WEIGHT: tl.constexpr, BLOCK: 
 
 
 @triton.jit
+def _logits(x, first, is_row, start, classes, places, BLOCK: tl.constexpr):
+    """Some classes of rows that begin at ``first``; where they are, and which there are; and what
+    they have there.
+    """
+    one = start + tl.arange(0, BLOCK)[None, :]
+    is_in = is_row[:, None] & (one < classes)
+    at = first[:, None] + one.to(tl.int64) * places
+    return one, at, is_in, tl.load(x + at, mask=is_in, other=float("-inf"))
+
+
+@triton.jit
 def cross_entropy(
     x,
     target,
@@ -367,10 +378,8 @@ def cross_entropy(
     total = tl.zeros([ROWS], wide)
     start = 0
     while start < classes:
-        one = start + tl.arange(0, BLOCK)[None, :]
-        is_in = is_row[:, None] & (one < classes)
-        at = first[:, None] + one.to(tl.int64) * places
-        v = tl.load(x + at, mask=is_in, other=float("-inf")).to(wide)
+        _, _, _, v = _logits(x, first, is_row, start, classes, places, BLOCK)  # type: ignore[misc]
+        v = v.to(wide)
         larger = tl.maximum(most, tl.max(v, axis=1))
         from_here = tl.where(larger == float("-inf"), 0, larger)
         total = total * tl.exp(most - from_here) + tl.sum(tl.exp(v - from_here[:, None]), axis=1)
@@ -379,11 +388,10 @@ def cross_entropy(
     most = tl.where(most == float("-inf"), 0, most)
     start = 0
     while start < classes:
-        one = start + tl.arange(0, BLOCK)[None, :]
-        is_in = is_row[:, None] & (one < classes)
-        at = first[:, None] + one.to(tl.int64) * places
-        v = tl.load(x + at, mask=is_in, other=float("-inf")).to(wide)
-        p = tl.exp(v - most[:, None]) / total[:, None]
+        one, at, is_in, v = _logits(  # type: ignore[misc]
+            x, first, is_row, start, classes, places, BLOCK
+        )
+        p = tl.exp(v.to(wide) - most[:, None]) / total[:, None]
         q = tl.where(one == index[:, None], 1 - smoothing, 0) + smoothing / classes
         tl.store(dx + at, (h[:, None] * (p - q)).to(x.dtype.element_ty), mask=is_in)
         start += BLOCK

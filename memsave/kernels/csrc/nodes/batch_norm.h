@@ -75,7 +75,7 @@ PyObject *batch_norm_of(PyObject *, PyObject *const *args, Py_ssize_t count) {
         return batch_norm_eval(nullptr, all, 7);
     }
     if (weight == Py_None || !is_for_torch(x, trains) || !are_leaves({weight, bias})) Py_RETURN_NONE;
-    if (!numbers(numbers_of, options, 2)) Py_RETURN_NONE;
+    if (!numbers(numbers_of + 1, options + 1, 1)) Py_RETURN_NONE;
     if (*wanted && !(*wanted & (trains ? 3 : 2))) Py_RETURN_NONE; /* that of the bias alone, say */
     if (trains && (module.option("track_running_stats") != Py_True || seen == Py_None)) Py_RETURN_NONE;
     if (trains && x.numel() == x.size(1)) Py_RETURN_NONE; /* for Python to refuse */

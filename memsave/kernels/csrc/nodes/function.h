@@ -10,6 +10,17 @@
 
 namespace {
 
+/* Whether a gradient is wanted of an argument; nothing where it is neither None nor a tensor that a node may
+   take, or is cast on its device: 1 for the CPU, 2 for CUDA. */
+std::optional<bool> wants(PyObject *arg, long casts) {
+    if (arg == Py_None) return false;
+    if (!THPVariable_CheckExact(arg)) return std::nullopt;
+    const Tensor &tensor = THPVariable_Unpack(arg);
+    if (!is_known(tensor) || tensor.is_complex()) return std::nullopt;
+    if (casts & (tensor.is_cuda() ? 2 : 1) && is_autocast(tensor)) return std::nullopt;
+    return at::GradMode::is_enabled() && tensor.requires_grad();
+}
+
 /* Of the arguments at some places, whose gradients are wanted, as bits; None unless all are known, and none
    is cast. */
 PyObject *wanted(PyObject *, PyObject *const *args, Py_ssize_t count) {
@@ -20,17 +31,11 @@ PyObject *wanted(PyObject *, PyObject *const *args, Py_ssize_t count) {
     const long casts = PyLong_AsLong(args[2]);
     if (PyErr_Occurred()) return nullptr;
     long bits = 0;
-    const bool enabled = at::GradMode::is_enabled();
     for (Py_ssize_t place = 0, k = 0; place < PyTuple_GET_SIZE(args[1]); place++) {
         const bool counts = k < PyTuple_GET_SIZE(args[0]) && PyLong_AsLong(PyTuple_GET_ITEM(args[0], k)) == place;
-        PyObject *arg = PyTuple_GET_ITEM(args[1], place);
-        if (arg != Py_None) {
-            if (!THPVariable_CheckExact(arg)) Py_RETURN_NONE;
-            const Tensor &tensor = THPVariable_Unpack(arg);
-            if (!is_known(tensor) || tensor.is_complex()) Py_RETURN_NONE;
-            if (casts & (tensor.is_cuda() ? 2 : 1) && is_autocast(tensor)) Py_RETURN_NONE;
-            if (counts && enabled && tensor.requires_grad()) bits |= 1l << k;
-        }
+        const auto one = wants(PyTuple_GET_ITEM(args[1], place), casts);
+        if (!one) Py_RETURN_NONE;
+        if (counts && *one) bits |= 1l << k;
         k += counts;
     }
     return PyLong_FromLong(bits);
@@ -40,15 +45,11 @@ PyObject *wanted(PyObject *, PyObject *const *args, Py_ssize_t count) {
 /* Of these, which gradients are wanted, as bits; none unless all are tensors that a node may take. */
 std::optional<long> wanted_of(std::initializer_list<PyObject *> args) {
     if (!is_usual()) return std::nullopt;
-    const bool enabled = at::GradMode::is_enabled();
     long bits = 0, bit = 1;
     for (PyObject *arg : args) {
-        if (arg != Py_None) {
-            if (!THPVariable_CheckExact(arg)) return std::nullopt;
-            const Tensor &tensor = THPVariable_Unpack(arg);
-            if (!is_known(tensor) || tensor.is_complex()) return std::nullopt;
-            if (enabled && tensor.requires_grad()) bits |= bit;
-        }
+        const auto one = wants(arg, 0);
+        if (!one) return std::nullopt;
+        if (*one) bits |= bit;
         bit *= 2;
     }
     return bits;
