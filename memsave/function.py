@@ -465,6 +465,27 @@ def by_node(name: str, row: Layer, module: nn.Module, input: Any, *rest: Any) ->
     return y
 
 
+def by_attributes(
+    row: Layer, name: str | None, *args: Any, casts: int = 0
+) -> Callable[[nn.Module, Any], Tensor | None]:
+    """The same, as a function of a module and its input, of a layer that has no parameters.
+
+    Args:
+        name: Of the function, if there is one.
+        *args: What it takes after the input: strings are names of attributes of the module.
+        casts: On which devices autocast casts the input, as :data:`_CASTS` has them.
+    """
+    call = None if nodes is None or name is None else (getattr(nodes, name), int(casts), *args)
+
+    def of_module(module: nn.Module, input: Any) -> Tensor | None:
+        if call is None or nodes is None or is_dynamo_compiling() or _observers:
+            return None
+        y: Tensor | None = nodes.by_attributes(row.name, module.__dict__, input, call)
+        return y
+
+    return of_module
+
+
 #: Bits of what :func:`for_stock` takes for ``wanted``.
 INPUT, WEIGHT, BIAS = 1, 2, 4
 

@@ -6,10 +6,12 @@ interpreter of Triton, if ``TRITON_INTERPRET=0`` does not say otherwise (see con
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from helpers import every_row, first, inputs, options, ours, outcome, same, stock
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -180,6 +182,48 @@ def test_gradients_that_begin_anywhere(name: str) -> None:
         assert g.data_ptr() % 16
         results.append((y, *torch.autograd.grad(y, x, g)))
     same(results[1], results[0], rtol=1e-4, atol=1e-5)
+
+
+@needs_device
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("p", [0.1, 0.5, 1 - 2**-24])
+def test_dropout_draws_the_numbers_of_stock(dtype: torch.dtype, p: float) -> None:
+    """Whoever draws, a loop of ours or torch: of sizes that torch takes by vectors or not, that one
+    turn of its threads has or several; and it leaves the generator where stock does.
+    """
+    generator = torch.cuda.default_generators[torch.cuda.current_device()]
+    ours = partial(memsave.functional.dropout, p=p)
+    for size in (1, 4, 12, 1000, 4099, 1 << 20, 3 << 20, (5 << 20) + 4, (9 << 20) + 8):
+        for start in (0, 1, 2, 4):
+            given = torch.randn(size + start, device="cuda").to(dtype)
+            given[-1] = torch.inf
+            made = []
+            for dropout in (partial(F.dropout, p=p), ours):
+                torch.manual_seed(size)
+                x = given.clone()[start:].requires_grad_()
+                ys = [dropout(x * 1) for _ in range(2)]
+                grads = torch.autograd.grad(ys[1], x, torch.ones_like(x))
+                made.append((*ys, *grads, generator.get_state()))
+            for expected, actual in zip(*made, strict=True):
+                torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@needs_device
+def test_dropout_draws_while_a_graph_is_captured() -> None:
+    """By torch, which has other numbers each time that it is replayed."""
+    x = torch.ones(1 << 12, device="cuda", requires_grad=True)
+    layer = memsave.nn.Dropout(0.5).cuda()
+    layer(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        (dx,) = torch.autograd.grad(layer(x).sum(), x)
+    seen = []
+    for _ in range(3):
+        graph.replay()
+        seen.append(dx.clone())
+        assert {*dx.unique().tolist()} == {0.0, 2.0}
+    assert not seen[0].equal(seen[1])
+    assert not seen[1].equal(seen[2])
 
 
 @needs_device

@@ -332,6 +332,10 @@ for name in reference.TESTS:
     check_bits("to_bits", ["fp32", "bf16", "fp16"], KIND=name, WRITES=False)
 check_bits("from_bits", ["i8", "i16", "i32", "i64"], KIND="select")
 check_bits("from_bits", ["fp32", "bf16", "fp16"], KIND="scale")
+for dtype, vector in product(["fp32", "bf16", "fp16"], (4, 8)):
+    types = {"x": "*" + dtype, "y": "*" + dtype, "bits": "*u8", "keep": "fp32", "scale": "fp32"}
+    types |= {"seed": "i64", "offset": "i64"}
+    check("dropout", types, VECTOR=vector, BYTES=cuda.BYTES)
 
 windows = {"KERNEL": (1, 3, 3), "STRIDE": (1, 2, 2), "PADDING": (0, 1, 1), "DILATION": (1, 1, 2)}
 for dtype, far in (*((dtype, False) for dtype in FLOATS), ("fp32", True)):
@@ -378,8 +382,9 @@ from memsave.kernels.nodes import _nodes as of
 
 HALF, FLOAT, DOUBLE, BOOL, BFLOAT16 = 5, 6, 7, 11, 15
 LOOPS = (of.TO_BITS, of.FROM_BITS, of.MAX_POOLING, of.UNPOOLING, of.NORM_OF_ROWS)
-LOOPS += (of.WEIGHTS_OF_ROWS, of.LOSS_OF_ROWS)
-to_bits, from_bits, max_pool, unpool, norm, weigh, loss = (cuda.SOURCES[loop] for loop in LOOPS)
+LOOPS += (of.WEIGHTS_OF_ROWS, of.LOSS_OF_ROWS, of.DROPPING)
+assert len(LOOPS) == len(cuda.SOURCES)
+to_bits, from_bits, max_pool, unpool, norm, weigh, loss, drop = (cuda.SOURCES[k] for k in LOOPS)
 WINDOWS = (1, 3, 3, 1, 2, 2, 0, 1, 1, 1, 1, 2)
 KINDS = {"i32": "u32", "i64": "u64", "fp32": "f32"}
 # In the order of csrc/nodes.
@@ -395,6 +400,7 @@ PASSED = {
     "weigh": ["target", "weight", "sums", "rows", "ignored"],
     "cross_entropy": ["x", "target", "g", "weight", "sums", "dx", "rows", "classes", "places"]
     + ["ignored", "parts", "smoothing"],
+    "dropout": ["x", "y", "bits", "size", "keep", "scale", "seed", "offset", "threads"],
 }
 
 def check(name, types, constants, even, warps):
@@ -431,6 +437,8 @@ check(*to_bits(BOOL, of.NONZERO_BITS, 0, 1))
 for dtype, kind in product((HALF, FLOAT, BFLOAT16), range(3)):
     check(*from_bits(dtype, kind, 1))
 check(*from_bits(DOUBLE, 0, 0))
+for dtype, vector in ((FLOAT, 4), (HALF, 8), (BFLOAT16, 8)):
+    check(*drop(dtype, vector, int(dtype == FLOAT)))
 for loop, channels, ones in product((max_pool, unpool), (0, 1, 2), ((0, 0), (1, 1), (3, 7))):
     check(*loop(FLOAT, channels, *ones, *WINDOWS))
 for dtype, block in product((FLOAT, DOUBLE, BFLOAT16), (1, 256)):
@@ -519,6 +527,70 @@ def test_compare(fast: Any, size: int, dtype: torch.dtype, test: str) -> None:
             assert not serves(fast, dtype)
         else:
             assert bits.equal(reference.compare(x, like, test, *bounds))
+
+
+def philox(counter: tuple[Any, ...], key: tuple[int, int]) -> list[Any]:
+    """Philox 4x32-10 of Salmon et al. (2011), of four words each in a wider integer."""
+    words, low = [np.asarray(word, np.uint64) for word in counter], np.uint64(0xFFFFFFFF)
+    for turn in range(10):
+        of_0, of_2 = words[0] * np.uint64(0xD2511F53), words[2] * np.uint64(0xCD9E8D57)
+        keys = (key[0] + turn * 0x9E3779B9, key[1] + turn * 0xBB67AE85)
+        key_0, key_1 = (np.uint64(one % 2**32) for one in keys)
+        mixed = of_2 >> 32 ^ words[1] ^ key_0, of_0 >> 32 ^ words[3] ^ key_1
+        words = [mixed[0], of_2 & low, mixed[1], of_0 & low]
+    return words
+
+
+def test_philox_is_that_of_its_authors() -> None:
+    """Their known answers: https://github.com/DEShawResearch/random123."""
+    pi = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344)
+    answers = {
+        ((0, 0, 0, 0), (0, 0)): (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8),
+        (pi, (0xA4093822, 0x299F31D0)): (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+    }
+    for (counter, key), answer in answers.items():
+        assert tuple(map(int, philox(counter, key))) == answer
+
+
+@pytest.mark.parametrize("vector", [4, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("size", [8, 1000, 5000])
+@pytest.mark.parametrize("offset", [3, 2**32 - 2])
+def test_dropout_draws_as_a_kernel_of_torch(
+    vector: int, dtype: torch.dtype, size: int, offset: int
+) -> None:
+    """Of 256 threads, each of which takes a vector, and then the next that no thread has taken."""
+    pytest.importorskip("triton")
+    loops = importlib.import_module("memsave.kernels.triton_loops")
+    size, threads, p, seed = size + 4 * (vector == 4), 256, 0.3, 0x1234567890
+    keep = np.float32(1 - p)
+    scale = np.float32(1 / np.float64(keep))
+    x = values(size, dtype, seed=0)
+    y, bits = torch.empty_like(x), torch.empty(-(-size // 8), dtype=torch.uint8)
+    programs = -(-size // 256)
+    with np.errstate(all="ignore"):
+        loops.dropout[(programs,)](
+            x, y, bits, size, float(keep), float(scale), seed, offset, threads, vector, 32
+        )
+    # Each thread, one after the other.
+    kept = np.zeros(size, bool)
+    for thread in range(threads):
+        count = offset
+        for start in range(thread * vector, size, threads * vector):
+            for four in range(start, start + vector, 4):
+                words = philox((count % 2**32, count >> 32, thread, 0), (seed % 2**32, seed >> 32))
+                draws = np.array(words).astype(np.float32) * np.float32(2**-32) + np.float32(2**-33)
+                kept[four : four + 4] = draws < keep
+                count += 1
+    kept = torch.from_numpy(kept)
+    assert bits.equal(pack(kept, Like.of(kept)))
+    expected = (x.float() * kept * float(scale)).to(dtype)
+    if dtype is torch.bfloat16:  # which Triton's interpreter cuts, where devices round
+        assert ((y == expected) | (y.isnan() & expected.isnan()))[~kept].all()
+        torch.testing.assert_close(y, expected, equal_nan=True, rtol=1e-2, atol=0)
+    else:
+        assert same(y, expected)
+    assert 0.6 < kept.float().mean() < 0.8 or size < 100
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -792,8 +864,8 @@ def test_adaptive_max_pooling_of_windows_that_are_alike(
 
     monkeypatch.setattr(kernels, "max_pool", partial(max_pool, native.max_pool))
     if kernels.nodes is not None:
-        of_node = partial(max_pool, kernels.nodes.max_pool)
-        monkeypatch.setattr(kernels.nodes, "max_pool", of_node)
+        of_node = partial(max_pool, kernels.nodes.max_pool_by_windows)
+        monkeypatch.setattr(kernels.nodes, "max_pool_by_windows", of_node)
     results = []
     for package in (F, functional):
         x = x.detach().requires_grad_()

@@ -910,7 +910,48 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "BatchNorm2d, tracking no more": lambda: changed(nn.BatchNorm2d(4), track_running_stats=False),
     "BatchNorm2d, another mean": lambda: changed(nn.BatchNorm2d(4), running_mean=torch.ones(4)),
     "BatchNorm2d, in 64 bits": lambda: nn.BatchNorm2d(4, dtype=torch.float64),
+    "ReLU": nn.ReLU,
+    "ReLU, in place": lambda: nn.ReLU(True),
+    "ReLU, in place by a number": lambda: changed(nn.ReLU(), inplace=1),
+    "LeakyReLU": lambda: nn.LeakyReLU(0.2),
+    "LeakyReLU, another slope": lambda: changed(nn.LeakyReLU(), negative_slope=2),
+    "LeakyReLU, a slope in a tensor": lambda: changed(
+        nn.LeakyReLU(), negative_slope=torch.tensor(0.3)
+    ),
+    "LeakyReLU, no slope": lambda: changed(nn.LeakyReLU(), negative_slope=None),
+    "ReLU6": nn.ReLU6,
+    "Hardtanh": lambda: nn.Hardtanh(-1, 0.5, inplace=True),
+    "Hardtanh, a bad one": lambda: changed(nn.Hardtanh(), min_val=2.0),
+    "Hardsigmoid": nn.Hardsigmoid,
+    "Dropout": lambda: nn.Dropout(0.3),
+    "Dropout, in place": lambda: nn.Dropout(0.3, inplace=True),
+    "Dropout, none": lambda: nn.Dropout(0),
+    "Dropout, all": lambda: nn.Dropout(1.0),
+    "Dropout, a bad one": lambda: changed(nn.Dropout(), p=1.5),
+    "Dropout, training by a number": lambda: changed(nn.Dropout(), training=1),
+    "MaxPool1d": lambda: nn.MaxPool1d(3, padding=1),
+    "MaxPool2d": lambda: nn.MaxPool2d((3, 2), 2, (1, 0), ceil_mode=True),
+    "MaxPool2d, dilated": lambda: nn.MaxPool2d(2, dilation=2),
+    "MaxPool2d, beyond the input": lambda: nn.MaxPool2d(2, dilation=9),
+    "MaxPool2d, of one place": lambda: nn.MaxPool2d(1, dilation=9, stride=2**40),
+    "MaxPool2d, no stride": lambda: changed(nn.MaxPool2d((3, 2)), stride=None),
+    "MaxPool2d, an empty stride": lambda: changed(nn.MaxPool2d(2), stride=()),
+    "MaxPool2d, stride 0": lambda: nn.MaxPool2d(2, [0, 1]),
+    "MaxPool2d, too much padding": lambda: nn.MaxPool2d(3, padding=2),
+    "MaxPool2d, a bad size": lambda: nn.MaxPool2d((2, 2, 2)),
+    "MaxPool2d, a size of floats": lambda: nn.MaxPool2d(2.0),
+    "MaxPool3d": lambda: nn.MaxPool3d(2, 1),
+    "AvgPool1d": lambda: nn.AvgPool1d(2, padding=1),
+    "AvgPool2d": lambda: nn.AvgPool2d(3, 2, 1, ceil_mode=True, count_include_pad=False),
+    "AvgPool2d, another divisor": lambda: nn.AvgPool2d(2, divisor_override=3),
+    "AvgPool2d, divisor 0": lambda: nn.AvgPool2d(2, divisor_override=0),
+    "AvgPool3d": lambda: nn.AvgPool3d(2, 1),
 }
+#: Of those the ones whose nodes are looked for by the names of attributes.
+BY_ATTRIBUTES = (
+    *("ReLU", "LeakyReLU", "ReLU6", "Hardtanh", "Hardsigmoid", "Dropout", "MaxPool1d", "MaxPool2d"),
+    *("MaxPool3d", "AvgPool1d", "AvgPool2d", "AvgPool3d"),
+)
 SHAPES = (
     (4,),
     (2, 4),
@@ -949,7 +990,7 @@ def test_modules_whose_attributes_a_node_finds(name: str, trains: bool, mode: st
                     if y.requires_grad:
                         grads = torch.autograd.grad(y.sin().sum(), leaves, allow_unused=True)
                     result = y.detach(), *grads
-                except (RuntimeError, ValueError) as error:
+                except (LookupError, RuntimeError, TypeError, ValueError) as error:
                     result = (type(error),)
                 made.append((*result, *module.buffers()))
             assert len(made[0]) == len(made[1])
@@ -965,6 +1006,49 @@ def test_modules_of_no_tensor(name: str, value: Any) -> None:
         for layer in (module, module.eval(), module.requires_grad_(False)):
             with pytest.raises((TypeError, AttributeError)):
                 layer(value)
+
+
+@needs_nodes
+@pytest.mark.parametrize("name", BY_ATTRIBUTES)
+def test_what_a_node_finds_by_the_names_of_attributes(name: str, monkeypatch) -> None:
+    """Nothing of the engine runs, but where something is on that it has to see."""
+    layer = memsave.convert(MODULES[name]())
+    dims = int(name[-2]) if "Pool" in name else 2
+    x = torch.randn(2, 4, *[5] * dims, requires_grad=True)
+    y = x * 1
+    calls = []
+
+    def by_attributes(*args: Any) -> Any:
+        calls.append(of_nodes(*args))
+        return calls[-1]
+
+    of_nodes = kernels.nodes.by_attributes
+    monkeypatch.setattr(kernels.nodes, "by_attributes", by_attributes)
+    assert layer(y.clone()).grad_fn.name().startswith("Memsave")
+    assert calls.pop() is not None
+    with torch.no_grad():
+        layer(y.clone())
+        assert calls.pop() is None
+    layer(y.detach().clone())
+    assert calls.pop() is None
+    with FunctionMode():
+        layer(y.clone())
+        assert calls.pop() is None
+    with function.observe(lambda call: None):
+        layer(y.clone())
+        assert not calls
+    with torch.autocast("cpu"):
+        layer(y.clone())
+        assert (calls.pop() is None) == (name == "MaxPool3d")
+
+
+@needs_nodes
+def test_an_attribute_that_is_computed() -> None:
+    class Steep(memsave.nn.LeakyReLU):
+        negative_slope = property(lambda self: 0.5, lambda self, slope: None)
+
+    x = torch.tensor([-4.0, 4.0], requires_grad=True)
+    assert Steep()(x).tolist() == [-2.0, 4.0]
 
 
 @needs_nodes

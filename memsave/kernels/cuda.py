@@ -472,6 +472,12 @@ def _cross_entropy(
     return "cross_entropy", types, constants, ("classes",) * even, _warps(at_once * block)
 
 
+def _dropping(dtype: int, vector: int, even: int) -> Source:
+    loop, types, constants, even_ones, warps = _source_of_bits("dropout", ELEMENT[dtype], even)
+    types |= {"keep": "fp32", "scale": "fp32", "seed": "i64", "offset": "i64", "threads": "i32"}
+    return loop, types, constants | {"VECTOR": vector}, even_ones, warps
+
+
 #: By number.
 SOURCES = (
     _to_bits,
@@ -481,6 +487,7 @@ SOURCES = (
     _norm,
     _weigh,
     _cross_entropy,
+    _dropping,
 )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import re
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,34 +42,44 @@ wanted = _nodes.wanted
 #: ``for_stock(parameters, wanted, input, casts, has_bias)``: :func:`memsave.function.for_stock` of
 #: the ``__dict__`` of a module, while nobody observes.
 for_stock = _nodes.for_stock
+#: ``by_attributes(row, module.__dict__, x, call)``: a layer by the attributes of a module, where a
+#: gradient is wanted of ``x`` alone. ``call`` is a function of this file's, the devices on which
+#: autocast casts (as above), and what it takes after ``x``: strings are names of attributes.
+by_attributes = _nodes.by_attributes
 
 
-def bits(
-    row: str,
-    x: Tensor,
-    inplace: bool,
+def bits(row: str, x: Tensor, inplace: bool, name: str, *piece: Any, **also: Any) -> Tensor | None:
+    """ReLU, or as :func:`memsave.kernels.piecewise`, in the terms of :func:`of_piece`."""
+    arguments = of_piece(inplace, name, *piece, **also)
+    if arguments and name == "softshrink" and not native.fills_vectors(x):
+        within, *bounds = PIECES[name][1](*piece[:2])
+        rest = (*arguments[4:7], _nodes.BY_SOFTSHRINK, *arguments[8:])
+        arguments = (native.COMPARE[within], inplace, *bounds, *rest)
+    return None if arguments is None else of_bits(row, x, *arguments)
+
+
+#: ``of_bits(row, x, *of_piece(...))``.
+of_bits = _nodes.bits
+
+
+def of_piece(
+    inplace: Any,
     name: str,
-    low: float,
-    high: float,
+    low: Any,
+    high: Any,
     backward: str = "select",
-    a: float = 1.0,
-    b: float = 0.0,
+    a: Any = 1.0,
+    b: Any = 0.0,
     also: Tensor | None = None,
-) -> Tensor | None:
-    """ReLU, or as :func:`memsave.kernels.piecewise`. Of its gradient ``g``, the bits select ``g``
-    or +0; ``part``: ``g * a`` or +0; ``scale``: ``g * a`` or ``g * b``. What it keeps ``also`` must
+) -> tuple[Any, ...] | None:
+    """What the function of C++ takes after ``x``. Of the gradient ``g``, the bits select ``g`` or
+    +0; ``part``: ``g * a`` or +0; ``scale``: ``g * a`` or ``g * b``. What it keeps ``also`` must
     not be overwritten.
     """
-    loop, bounds = LOOPS.get(name), (low, high)
+    loop, family = LOOPS.get(name), SELECTIONS.index(backward)
     if loop is None:
         return None
-    output = OUTPUTS[name]
-    if name == "softshrink" and not native.fills_vectors(x):
-        output = _nodes.BY_SOFTSHRINK
-        within, *bounds = PIECES[name][1](low, high)
-        loop = native.COMPARE[within]
-    family = SELECTIONS.index(backward)
-    return _nodes.bits(row, x, loop, inplace, *bounds, family, a, b, output, also, KINDS[name])
+    return loop, inplace, low, high, family, a, b, OUTPUTS[name], also, KINDS[name]
 
 
 LOOPS = {"relu": _native.relu, **native.PIECEWISE}
@@ -83,13 +94,16 @@ if cuda:
 #: ``bernoulli(x, p)``: bits of whether ``torch.empty_like(x).bernoulli_(p)`` would be 1. (No layer,
 #: but of the generator Python shows a copy alone.)
 bernoulli = _nodes.bernoulli
-#: ``dropout(row, x, p, factor, inplace, from_rng)``, which is ``F.dropout(x, p, True, inplace)``:
-#: what is kept is multiplied by the factor. It keeps bits, or the state of the random generator.
+#: ``dropout(row, x, p, training, inplace, from_rng)``, in training: it keeps bits, or the state of
+#: the random generator.
 dropout = _nodes.dropout
 #: ``feature_dropout(row, x, p)``: ``torch.feature_dropout(x, p, True)``, with the same numbers.
 feature_dropout = _nodes.feature_dropout
-#: ``max_pool(row, x, windows)``, of :class:`memsave.kernels.reference.Windows`.
+#: ``max_pool(row, x, dims, kernel_size, stride, padding, dilation, ceil_mode, return_indices)``,
+#: without the indices.
 max_pool = _nodes.max_pool
+#: ``max_pool_by_windows(row, x, windows)``, of :class:`memsave.kernels.reference.Windows`.
+max_pool_by_windows = _nodes.max_pool_by_windows
 #: ``adaptive_max_pool(row, x, outputs, kernel, bits)``: to these sizes; ``kernel`` are those of the
 #: largest window. It keeps where the maxima are, as indices into windows, of such bits.
 adaptive_max_pool = _nodes.adaptive_max_pool
@@ -156,6 +170,7 @@ __all__ = [
     "batch_norm_of",
     "bernoulli",
     "bits",
+    "by_attributes",
     "convolution",
     "convolution_of",
     "cross_entropy",
@@ -168,7 +183,10 @@ __all__ = [
     "is_invertible",
     "is_over_last",
     "max_pool",
+    "max_pool_by_windows",
     "norm",
+    "of_bits",
+    "of_piece",
     "pad",
     "wanted",
 ]

@@ -79,6 +79,41 @@ def from_bits(x, y, bits, size, low, high, KIND: tl.constexpr, BYTES: tl.constex
     tl.store(y + element, w, mask=is_element)
 
 
+@triton.jit
+def dropout(
+    x, y, bits, size, keep, scale, seed, offset, threads, VECTOR: tl.constexpr, BYTES: tl.constexpr
+):
+    """``y`` from ``x`` and bits, by the random numbers that torch's kernel draws: of its
+    ``threads``, each takes a vector at a time, by fours of its sequence from ``offset`` on.
+    """
+    # (For checkers of types, a call from Python, which never returns.)
+    byte, element, is_byte, is_element = _places(size, BYTES)  # type: ignore[misc]
+    v = tl.load(x + element, mask=is_element, other=0)
+    two = tl.arange(0, 2)[None, :]  # halves of a byte
+    four = byte.to(tl.int32)[:, None] * 2 + two
+    vector = four // (VECTOR // 4)
+    turn = offset + vector // threads * (VECTOR // 4) + four % (VECTOR // 4)
+    low, high = turn.to(tl.uint32), (turn >> 32).to(tl.uint32)
+    thread = (vector % threads).to(tl.uint32)
+    draw_0, draw_1, draw_2, draw_3 = tl.philox(seed, low, high, thread, tl.zeros_like(thread))
+    half = _is_below(draw_0, keep) | _is_below(draw_1, keep) << 1
+    half |= _is_below(draw_2, keep) << 2 | _is_below(draw_3, keep) << 3
+    half = tl.where(four * 4 < size, half, 0)
+    eight = tl.sum(half << two * 4, axis=1)
+    tl.store(bits + byte, eight.to(tl.uint8), mask=is_byte)
+    # What is dropped is multiplied by 0, too: nan stays.
+    kept = ((eight[:, None] >> tl.arange(0, 8)[None, :]) & 1).to(tl.float32)
+    tl.store(y + element, (v.to(tl.float32) * kept * scale).to(v.dtype), mask=is_element)
+
+
+@triton.jit
+def _is_below(draw, number):
+    """Whether a draw is, as a number of (0, 1], by its 32 bits: as those of CUDA have it."""
+    return (draw.to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10 < number).to(
+        tl.int32
+    )
+
+
 # Max pooling: windows of three axes, on images of three (the first may have one place each), whose
 # places have ``channels`` elements that lie side by side.
 

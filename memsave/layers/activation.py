@@ -18,7 +18,7 @@ from torch.compiler import is_dynamo_compiling
 
 from .. import kernels, spec
 from .._context import is_final, is_plain_gradient, lowered
-from ..function import WEIGHT, Grads, Mask, Saved, Shapes, define, for_stock
+from ..function import WEIGHT, Grads, Mask, Saved, Shapes, by_attributes, define, for_stock
 from ..kernels.memory import has_memory
 from ..kernels.reference import Like
 from ..spec import Layer
@@ -288,11 +288,27 @@ def prelu(input: Tensor, weight: Tensor) -> Tensor:
     return (_prelu_from_input if wants_weight else _prelu)(input, weight)
 
 
+def _of_module(row: Layer, *piece: Any) -> Callable[[nn.Module, Tensor], Tensor | None]:
+    """The node of a module, by names of attributes in the place of options."""
+    call = kernels.nodes and kernels.nodes.of_piece("inplace", *piece)
+    return by_attributes(row, "of_bits", *call) if call else by_attributes(row, None)
+
+
+_relu_of = _of_module(spec.RELU, "relu", 0.0, 0.0)
+_leaky_relu_of = _of_module(
+    spec.LEAKY_RELU, "leaky_relu", "negative_slope", 0.0, "scale", 1.0, "negative_slope"
+)
+_hardtanh_of = _of_module(spec.HARDTANH, "hardtanh", "min_val", "max_val")
+_hardsigmoid_of = _of_module(spec.HARDSIGMOID, "hardsigmoid", -3.0, 3.0, "part", _one_sixth())
+
+
 @drop_in(spec.RELU)
 class ReLU(nn.ReLU):
     """As :class:`torch.nn.ReLU`. Keeps one bit per element."""
 
     def forward(self, input: Tensor) -> Tensor:
+        if (y := _relu_of(self, input)) is not None:
+            return y
         return _relu(input, inplace=self.inplace)
 
 
@@ -309,23 +325,29 @@ class LeakyReLU(nn.LeakyReLU):
     """As :class:`torch.nn.LeakyReLU`. Keeps one bit per element."""
 
     def forward(self, input: Tensor) -> Tensor:
+        if (y := _leaky_relu_of(self, input)) is not None:
+            return y
         return _leaky_relu(input, negative_slope=self.negative_slope, inplace=self.inplace)
+
+
+def _forward_hardtanh(self: nn.Hardtanh, input: Tensor) -> Tensor:
+    if self.min_val <= self.max_val and (y := _hardtanh_of(self, input)) is not None:
+        return y
+    return hardtanh(input, self.min_val, self.max_val, self.inplace)
 
 
 @drop_in(spec.HARDTANH)
 class ReLU6(nn.ReLU6):
     """As :class:`torch.nn.ReLU6`, which is a Hardtanh. Keeps one bit per element."""
 
-    def forward(self, input: Tensor) -> Tensor:
-        return _hardtanh(input, min_val=self.min_val, max_val=self.max_val, inplace=self.inplace)
+    forward = _forward_hardtanh
 
 
 @drop_in(spec.HARDTANH)
 class Hardtanh(nn.Hardtanh):
     """As :class:`torch.nn.Hardtanh`. Keeps one bit per element."""
 
-    def forward(self, input: Tensor) -> Tensor:
-        return _hardtanh(input, min_val=self.min_val, max_val=self.max_val, inplace=self.inplace)
+    forward = _forward_hardtanh
 
 
 @drop_in(spec.THRESHOLD)
@@ -342,6 +364,8 @@ class Hardsigmoid(nn.Hardsigmoid):
     """As :class:`torch.nn.Hardsigmoid`. Keeps one bit per element."""
 
     def forward(self, input: Tensor) -> Tensor:
+        if (y := _hardsigmoid_of(self, input)) is not None:
+            return y
         return _hardsigmoid(input, inplace=self.inplace)
 
 

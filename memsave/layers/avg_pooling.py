@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from .. import kernels, spec
 from .._context import is_final
-from ..function import Grads, Mask, Saved, Shapes, define
+from ..function import Grads, Mask, Saved, Shapes, by_attributes, define
 from ..kernels.reference import Like
 from .module import drop_in
 from .shape import (
@@ -239,47 +239,39 @@ adaptive_avg_pool2d = _adaptive(_adaptive_avg_pool2d, 2)
 adaptive_avg_pool3d = _adaptive(_adaptive_avg_pool3d, 3)
 
 
+def _forward(
+    row: spec.Layer, layer: Callable[..., Tensor], dims: int, *last: str
+) -> Callable[..., Tensor]:
+    names = ("kernel_size", "stride", "padding", "ceil_mode", "count_include_pad", *last)
+    of_module = by_attributes(row, "avg_pool", dims, *names, *[None][len(last) :])
+
+    def forward(self: Any, input: Tensor) -> Tensor:
+        if (y := of_module(self, input)) is not None:
+            return y
+        return layer(input, **{name: getattr(self, name) for name in names})
+
+    return forward
+
+
 @drop_in(spec.AVG_POOL1D)
 class AvgPool1d(nn.AvgPool1d):
     """As :class:`torch.nn.AvgPool1d`. Keeps nothing."""
 
-    def forward(self, input: Tensor) -> Tensor:
-        return avg_pool1d(
-            input,
-            self.kernel_size,
-            self.stride,
-            self.padding,
-            self.ceil_mode,
-            self.count_include_pad,
-        )
-
-
-def _forward(layer: Callable[..., Tensor], module: Any, input: Tensor) -> Tensor:
-    return layer(
-        input,
-        module.kernel_size,
-        module.stride,
-        module.padding,
-        module.ceil_mode,
-        module.count_include_pad,
-        module.divisor_override,
-    )
+    forward = _forward(spec.AVG_POOL1D, avg_pool1d, 1)
 
 
 @drop_in(spec.AVG_POOL2D)
 class AvgPool2d(nn.AvgPool2d):
     """As :class:`torch.nn.AvgPool2d`. Keeps nothing."""
 
-    def forward(self, input: Tensor) -> Tensor:
-        return _forward(avg_pool2d, self, input)
+    forward = _forward(spec.AVG_POOL2D, avg_pool2d, 2, "divisor_override")
 
 
 @drop_in(spec.AVG_POOL3D)
 class AvgPool3d(nn.AvgPool3d):
     """As :class:`torch.nn.AvgPool3d`. Keeps nothing."""
 
-    def forward(self, input: Tensor) -> Tensor:
-        return _forward(avg_pool3d, self, input)
+    forward = _forward(spec.AVG_POOL3D, avg_pool3d, 3, "divisor_override")
 
 
 @drop_in(spec.ADAPTIVE_AVG_POOL1D)

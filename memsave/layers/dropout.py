@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from .. import kernels, spec
 from .._context import is_plain_gradient, outside_of_vmap
-from ..function import Grads, Mask, Saved, Shapes, define
+from ..function import Grads, Mask, Saved, Shapes, by_attributes, define
 from ..kernels.memory import empty_result
 from ..kernels.reference import Like
 from .module import drop_in
@@ -131,7 +131,7 @@ def _noise_again(
 def _node(
     from_rng: bool, row: str, wrt: Mask, x: Tensor, *, p: float, inplace: bool = False
 ) -> Tensor | None:
-    return kernels.nodes.dropout(row, x, p, _factor(p, x.dtype), inplace, from_rng)
+    return kernels.nodes.dropout(row, x, p, True, inplace, from_rng)
 
 
 # Regenerating the mask draws every random number twice. Where both rows are timed, the row of bits
@@ -280,11 +280,16 @@ dropout1d, dropout2d, dropout3d = (
 )
 
 
+_dropout_of = by_attributes(spec.DROPOUT, "dropout", "p", "training", "inplace", False)
+
+
 @drop_in(spec.DROPOUT)
 class Dropout(nn.Dropout):
     """As :class:`torch.nn.Dropout`. Keeps one bit per element."""
 
     def forward(self, input: Tensor) -> Tensor:
+        if (y := _dropout_of(self, input)) is not None:
+            return y
         return dropout(input, self.p, self.training, self.inplace)
 
 

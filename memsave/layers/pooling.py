@@ -18,7 +18,7 @@ from torch.compiler import is_dynamo_compiling
 
 from .. import kernels, spec
 from .._context import Autocast, is_plain_gradient
-from ..function import Grads, Mask, Saved, Shapes, define
+from ..function import Grads, Mask, Saved, Shapes, by_attributes, define
 from ..kernels.reference import Windows, are_results_cached
 from .module import drop_in
 from .shape import Ints, channels_last, per_axis, remembered, stride_or
@@ -203,7 +203,8 @@ def _windows_of(
     if type(ceil_mode) is not bool:
         return None
     kernel, step, pad, apart = (tuple(per_axis(option, dims)) for option in options)  # type: ignore[arg-type]
-    if {type(value) for value in (*kernel, *step, *pad, *apart)} != {int}:
+    numbers = (*kernel, *step, *pad, *apart)
+    if {*map(type, numbers)} != {int} or max(numbers) >= 1 << 31:
         return None
     if not len(kernel) == len(step) == len(pad) == len(apart) == dims:
         return None
@@ -270,6 +271,45 @@ def _adaptive_sizes(
     return tuple(outputs), tuple(kernel), spec.offset_bits(kernel)
 
 
+def _node(
+    dims: int,
+    formats: bool,
+    row: str,
+    wrt: Mask,
+    x: Tensor,
+    *,
+    kernel_size: Ints,
+    stride: Ints | None = None,
+    padding: Ints = 0,
+    dilation: Ints = 1,
+    ceil_mode: bool = False,
+    return_indices: bool = False,
+) -> Tensor | None:
+    options = (kernel_size, stride, padding, dilation, ceil_mode, return_indices)
+    return kernels.nodes.max_pool(row, x, dims, *options)
+
+
+def _adaptive_node(
+    dims: int,
+    formats: bool,
+    row: str,
+    wrt: Mask,
+    x: Tensor,
+    *,
+    output_size: Any,
+    return_indices: bool = False,
+) -> Tensor | None:
+    if return_indices or not dims < x.ndim < dims + 3:
+        return None
+    windows = _windows(x.shape[-dims:], output_size=output_size)
+    if windows and (formats or x.is_contiguous()):
+        y = kernels.nodes.max_pool_by_windows(row, x, windows)
+        if y is not None:
+            return y
+    sizes = _adaptive_sizes(x.shape[-dims:], output_size, _types(output_size))
+    return sizes and kernels.nodes.adaptive_max_pool(row, x, *sizes)
+
+
 def _define(
     row: spec.Layer,
     dims: int,
@@ -281,26 +321,18 @@ def _define(
     autocast: Autocast | None = None,
 ) -> Callable[..., Any]:
     """``formats``: whether gradients of what is ``channels_last`` are so, too."""
-    adaptive = window_of is _adaptive_window
     fwd = partial(_fwd, dims, primal, window_of, formats)
     bwd = partial(_bwd, dims, window_of, formats)
-
-    def node(row: str, wrt: Mask, x: Tensor, **options: Any) -> Tensor | None:
-        if options["return_indices"] or not dims < x.ndim < dims + 3:
-            return None
-        windows = _windows(x.shape[-dims:], **options)
-        if windows and (formats or x.is_contiguous()):
-            y = kernels.nodes.max_pool(row, x, windows)
-            if y is not None:
-                return y
-        if not adaptive:
-            return None
-        given = options["output_size"]
-        sizes = _adaptive_sizes(x.shape[-dims:], given, _types(given))
-        return sizes and kernels.nodes.adaptive_max_pool(row, x, *sizes)
-
+    node = _adaptive_node if window_of is _adaptive_window else _node
     return define(
-        row, primal, bwd, fwd, autocast=autocast, compiled=compiled, shapes=("x",), node=node
+        row,
+        primal,
+        bwd,
+        fwd,
+        autocast=autocast,
+        compiled=compiled,
+        shapes=("x",),
+        node=partial(node, dims, formats),
     )
 
 
@@ -383,40 +415,37 @@ adaptive_max_pool2d = _adaptive(_adaptive_max_pool2d, 2)
 adaptive_max_pool3d = _adaptive(_adaptive_max_pool3d, 3)
 
 
-def _forward(layer: Callable[..., Any], module: Any, input: Tensor) -> Any:
-    return layer(
-        input,
-        module.kernel_size,
-        module.stride,
-        module.padding,
-        module.dilation,
-        ceil_mode=module.ceil_mode,
-        return_indices=module.return_indices,
-    )
+def _forward(row: spec.Layer, layer: Callable[..., Any], dims: int) -> Callable[..., Any]:
+    names = ("kernel_size", "stride", "padding", "dilation", "ceil_mode", "return_indices")
+    of_module = by_attributes(row, "max_pool", dims, *names, casts=dims == 3)  # (as _wide_on_cpu)
+
+    def forward(self: Any, input: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        if (y := of_module(self, input)) is not None:
+            return y
+        return layer(input, **{name: getattr(self, name) for name in names})  # type: ignore[no-any-return]
+
+    return forward
 
 
 @drop_in(spec.MAX_POOL1D)
 class MaxPool1d(nn.MaxPool1d):
     """As :class:`torch.nn.MaxPool1d`. Keeps one byte per output element."""
 
-    def forward(self, input: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        return _forward(max_pool1d, self, input)
+    forward = _forward(spec.MAX_POOL1D, max_pool1d, 1)
 
 
 @drop_in(spec.MAX_POOL2D)
 class MaxPool2d(nn.MaxPool2d):
     """As :class:`torch.nn.MaxPool2d`. Keeps one byte per output element."""
 
-    def forward(self, input: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        return _forward(max_pool2d, self, input)
+    forward = _forward(spec.MAX_POOL2D, max_pool2d, 2)
 
 
 @drop_in(spec.MAX_POOL3D)
 class MaxPool3d(nn.MaxPool3d):
     """As :class:`torch.nn.MaxPool3d`. Keeps one byte per output element."""
 
-    def forward(self, input: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        return _forward(max_pool3d, self, input)
+    forward = _forward(spec.MAX_POOL3D, max_pool3d, 3)
 
 
 @drop_in(spec.ADAPTIVE_MAX_POOL1D)

@@ -60,6 +60,9 @@ Py_ssize_t count_of(PyObject *arg) {
     return PyTuple_Check(arg) || PyList_Check(arg) ? PySequence_Fast_GET_SIZE(arg) : -1;
 }
 
+/* Of a stride, which then is as long as the kernel. */
+bool is_absent(PyObject *stride) { return stride == Py_None || count_of(stride) == 0; }
+
 /* As options of layers are: a number for all axes, or one for each; none stands for those given. */
 bool sizes(PyObject *arg, size_t dims, at::DimVector &out, at::IntArrayRef absent = {}) {
     const bool are_several = count_of(arg) >= 0;

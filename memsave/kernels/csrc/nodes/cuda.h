@@ -19,7 +19,8 @@ namespace {
 
 /* Loops of CUDA devices, by their number in cuda.py, which has them compiled: for a device, and by what is
    constant in them. They are launched by the driver, as no header of CUDA is at hand here. */
-enum DeviceLoop : int64_t { TO_BITS, FROM_BITS, MAX_POOLING, UNPOOLING, NORM_OF_ROWS, WEIGHTS_OF_ROWS, LOSS_OF_ROWS };
+enum DeviceLoop : int64_t { TO_BITS, FROM_BITS, MAX_POOLING, UNPOOLING, NORM_OF_ROWS, WEIGHTS_OF_ROWS, LOSS_OF_ROWS,
+                           DROPPING };
 /* Of its kinds of bits: those that are here apart. In any dtype are what comes first, up to hardsigmoid, but
    that only where a float has all numbers of x. */
 constexpr int64_t NOTHING = -1, HARDSIGMOID = 2, NONZERO_BITS = 6, NOT_INSIDE = 7;
@@ -40,6 +41,8 @@ struct Driver {
     int (*set_context)(void *) = nullptr;
     int (*device)(int *, int number) = nullptr;
     int (*context_of)(void **, int device) = nullptr;
+    int (*attribute)(int *, int attribute, int device) = nullptr;
+    int (*capturing)(void *stream, int *status) = nullptr;
     int32_t (*stream)(int32_t device, void **stream) = nullptr;
     bool is_whole = false;
 
@@ -50,6 +53,8 @@ struct Driver {
         is_whole = find(driver, "cuLaunchKernel", launch) && find(driver, "cuCtxGetCurrent", context) &&
                    find(driver, "cuCtxSetCurrent", set_context) && find(driver, "cuDeviceGet", device) &&
                    find(driver, "cuDevicePrimaryCtxRetain", context_of) &&
+                   find(driver, "cuDeviceGetAttribute", attribute) &&
+                   find(driver, "cuStreamIsCapturing", capturing) &&
                    find(torch, "aoti_torch_get_current_cuda_stream", stream);
 #endif
     }
@@ -69,6 +74,21 @@ struct Driver {
         if (context(&current)) return false;
         return current || !(device(&found, number) || context_of(&current, found) || set_context(current));
     }
+
+    /* Of which the first grids of torch have no more than run at once; 0 where that cannot be said. */
+    int64_t blocks(int number, int threads) const {
+        enum { PROCESSORS = 16, THREADS_OF_PROCESSOR = 39 };
+        int found = 0, processors = 0, threads_of_each = 0;
+        if (device(&found, number) || attribute(&processors, PROCESSORS, found)) return 0;
+        return attribute(&threads_of_each, THREADS_OF_PROCESSOR, found) ? 0 : processors * (threads_of_each / threads);
+    }
+
+    /* Whether a CUDA graph is being made of what this thread has the device do. */
+    bool is_capturing(int number) const {
+        void *found = nullptr;
+        int status = 0;
+        return !has_context(number) || stream(number, &found) || capturing(found, &status) || status;
+    }
 };
 
 const Driver &driver() {
@@ -79,10 +99,11 @@ const Driver &driver() {
 /* A loop on the device of x, or none where there is no compiler. */
 const Kernel *kernel_for(const Tensor &x, std::initializer_list<int64_t> constants) {
     static std::mutex mutex;
-    static std::map<std::vector<int64_t>, Kernel> known; /* whose values stay where they are */
+    using Key = c10::SmallVector<int64_t, 20>;
+    static std::map<Key, Kernel> known; /* whose values stay where they are */
     if (compiler == Py_None || !driver().is_whole) return nullptr;
-    std::vector<int64_t> key = {x.device().index()};
-    key.insert(key.end(), constants);
+    Key key = {x.device().index()};
+    key.append(constants.begin(), constants.end());
     {
         const std::scoped_lock lock(mutex);
         const auto found = known.find(key);

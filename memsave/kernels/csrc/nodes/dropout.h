@@ -6,6 +6,7 @@
 #include <ATen/OpMathType.h>
 
 #include "activation.h"
+#include "philox.h"
 
 namespace {
 
@@ -47,18 +48,23 @@ Tensor draw(at::Generator generator, int64_t elements, double p, Tensor *state =
     return by_loop(generator, elements, p);
 }
 
-/* Dropout of CUDA devices: torch's own kernel draws. (It multiplies by the reciprocal, of floats.) */
+/* Dropout of CUDA devices: in one pass, or torch's own kernel draws. (It multiplies by the reciprocal, of floats.) */
 PyObject *fused_dropout(PyObject *row, const Tensor &x, double p) {
     if (!has_loops(x) || x.scalar_type() == at::kDouble || x.numel() > MOST_ELEMENTS || !from_bits(x, SCALE)) Py_RETURN_NONE;
-    const Kernel *kernel = kernel_for(x, {TO_BITS, (int64_t)at::kBool, NONZERO_BITS, 0, is_even(x.numel())});
-    if (!kernel) Py_RETURN_NONE;
     Made made;
     compute([&] {
-        const auto [y, kept] = at::native_dropout(x, p, true);
-        made.kept = {empty_bits(x)};
-        run(*kernel, kept, kept, made.kept[0], 0, 0);
-        made.y = y;
+        Dropped dropped = drop(x, p, vectors_of_torch(x));
+        if (!dropped.y.defined()) {
+            const Kernel *kernel = kernel_for(x, {TO_BITS, (int64_t)at::kBool, NONZERO_BITS, 0, is_even(x.numel())});
+            if (!kernel) return;
+            const auto [y, kept] = at::native_dropout(x, p, true);
+            dropped = {y, empty_bits(x)};
+            run(*kernel, kept, kept, dropped.bits, 0, 0);
+        }
+        made.y = dropped.y;
+        made.kept = {dropped.bits};
     });
+    if (!made.y.defined()) Py_RETURN_NONE;
     to_go_by_bits(made, SCALE, 1 / (1 - p), 0);
     return layer(row, x, bits_backward, made);
 }
@@ -84,15 +90,24 @@ PyObject *dropout_in_place(PyObject *row, const Tensor &x, double p, double fact
 
 Backward dropout_from_rng_backward;
 
-/* Dropout that keeps bits, or the state of the generator to draw them again. */
+/* By which torch multiplies what is kept, but for its fused kernel. */
+double factor_of(double p, at::ScalarType dtype) {
+    return AT_DISPATCH_FLOATING_TYPES_AND2(at::kBFloat16, at::kHalf, dtype, "dropout", [&] {
+        return (double)(scalar_t)(1 / (at::opmath_type<scalar_t>)(1 - p));
+    });
+}
+
+/* Dropout, in training, that keeps bits, or the state of the generator to draw them again. */
 PyObject *dropout(PyObject *, PyObject *const *args, Py_ssize_t count) {
     HANDLE_TH_ERRORS
     TORCH_CHECK_TYPE(count == 6, "dropout takes 6 arguments");
     const Tensor *x = known(args[1]);
-    double p, factor;
-    if (!x || !numbers(args + 2, &p, 1) || !numbers(args + 3, &factor, 1)) Py_RETURN_NONE;
+    double p;
+    if (!x || args[3] != Py_True || !numbers(args + 2, &p, 1) || !(0 < p && p < 1)) Py_RETURN_NONE;
     const int inplace = PyObject_IsTrue(args[4]), from_rng = PyObject_IsTrue(args[5]);
     if (inplace < 0 || from_rng < 0) return nullptr;
+    if (!at::isFloatingType(x->scalar_type()) || x->element_size() < 2) Py_RETURN_NONE;
+    const double factor = factor_of(p, x->scalar_type());
     if (x->is_cuda()) {
         if (from_rng) Py_RETURN_NONE;
         return inplace ? dropout_in_place(args[0], *x, p, factor) : fused_dropout(args[0], *x, p);

@@ -42,12 +42,13 @@ PyObject *wanted(PyObject *, PyObject *const *args, Py_ssize_t count) {
     END_HANDLE_TH_ERRORS
 }
 
-/* Of these, which gradients are wanted, as bits; none unless all are tensors that a node may take. */
-std::optional<long> wanted_of(std::initializer_list<PyObject *> args) {
+/* Of these, which gradients are wanted, as bits; none unless all are tensors that a node may take, and none is
+   cast. */
+std::optional<long> wanted_of(std::initializer_list<PyObject *> args, long casts = 0) {
     if (!is_usual()) return std::nullopt;
     long bits = 0, bit = 1;
     for (PyObject *arg : args) {
-        const auto one = wants(arg, 0);
+        const auto one = wants(arg, casts);
         if (!one) return std::nullopt;
         if (*one) bits |= bit;
         bit *= 2;
@@ -86,6 +87,29 @@ struct Module {
         return all && PyDict_CheckExact(all) && !get(own, name) ? get(all, name) : nullptr;
     }
 };
+
+/* What a node makes of a module's input, whose gradient is wanted: of a function here, by which casts, and its
+   further arguments, of which strings are names of attributes. */
+PyObject *by_attributes(PyObject *, PyObject *const *args, Py_ssize_t count) {
+    HANDLE_TH_ERRORS
+    constexpr Py_ssize_t MOST = 14, FIRST = 2;
+    TORCH_CHECK_TYPE(count == 4 && PyDict_Check(args[1]) && PyTuple_Check(args[3]),
+                     "by_attributes takes a name, a dict, a tensor and a tuple");
+    const Py_ssize_t given = PyTuple_GET_SIZE(args[3]) - FIRST;
+    TORCH_CHECK_TYPE(given >= 0 && given <= MOST, "no such node");
+    const long casts = PyLong_AsLong(PyTuple_GET_ITEM(args[3], 1));
+    if (PyErr_Occurred()) return nullptr;
+    if (wanted_of({args[2]}, casts) != 1l) Py_RETURN_NONE;
+    PyObject *all[2 + MOST] = {args[0], args[2]};
+    for (Py_ssize_t k = 0; k < given; k++) {
+        PyObject *one = PyTuple_GET_ITEM(args[3], FIRST + k);
+        if (PyUnicode_CheckExact(one) && !(one = PyDict_GetItemWithError(args[1], one)))
+            return PyErr_Occurred() ? nullptr : Py_NewRef(Py_None);
+        all[2 + k] = one;
+    }
+    return PyObject_Vectorcall(PyTuple_GET_ITEM(args[3], 0), all, 2 + given, nullptr);
+    END_HANDLE_TH_ERRORS
+}
 
 /* The weight and the bias of a module that may call its stock op at once: see function.py. */
 PyObject *for_stock(PyObject *, PyObject *const *args, Py_ssize_t count) {

@@ -2,6 +2,8 @@
 
 #pragma once
 
+#include <ATen/native/Pool.h>
+
 #include "arguments.h"
 #include "bits.h"
 #include "layer.h"
@@ -84,44 +86,78 @@ void pool(bool backwards, const Tensor &x, const Tensor &y, const Tensor &offset
 
 Backward max_pool_backward;
 
-PyObject *max_pool(PyObject *, PyObject *const *args, Py_ssize_t count) {
-    HANDLE_TH_ERRORS
-    TORCH_CHECK_TYPE(count == 3 && PyTuple_Check(args[2]) && PyTuple_GET_SIZE(args[2]) == 6 &&
-                         PyTuple_Check(PyTuple_GET_ITEM(args[2], 0)),
-                     "max_pool takes a name, a tensor and windows");
-    const Tensor *x = known(args[1]);
-    const int64_t dims = PyTuple_GET_SIZE(PyTuple_GET_ITEM(args[2], 0));
-    Window window;
-    if (dims < 1 || dims > 3 || !window_of(args[2], dims, window)) return nullptr;
+PyObject *pooled(PyObject *row, const Tensor &x, int64_t dims, const Window &window) {
     const ptrdiff_t *kernel = window.kernel;
     for (int axis = 0; axis < 3; axis++)
         if (kernel[axis] > LARGEST_WINDOW) Py_RETURN_NONE;
-    if (!x || !x->numel() || kernel[0] * kernel[1] * kernel[2] > LARGEST_WINDOW) Py_RETURN_NONE;
-    const auto format = format_of(*x, dims);
-    const auto dtype = x->scalar_type();
-    const bool is_device = x->is_cuda();
+    if (!x.numel() || kernel[0] * kernel[1] * kernel[2] > LARGEST_WINDOW) Py_RETURN_NONE;
+    const auto format = format_of(x, dims);
+    const auto dtype = x.scalar_type();
+    const bool is_device = x.is_cuda();
     const bool is_pooled = dtype == at::kFloat || dtype == at::kDouble || dtype == at::kBFloat16;
-    if (!format || !(is_device ? has_loops(*x) : is_pooled)) Py_RETURN_NONE;
-    at::DimVector shape(x->sizes());
-    for (int64_t axis = 0; axis < dims; axis++) shape[x->dim() - dims + axis] = window.out[3 - dims + axis];
-    const int64_t channels = *format == at::MemoryFormat::Contiguous ? 1 : x->size(1);
+    if (!format || !(is_device ? has_loops(x) : is_pooled)) Py_RETURN_NONE;
+    at::DimVector shape(x.sizes());
+    for (int64_t axis = 0; axis < dims; axis++) shape[x.dim() - dims + axis] = window.out[3 - dims + axis];
+    const int64_t channels = *format == at::MemoryFormat::Contiguous ? 1 : x.size(1);
     const Kernel *on_device = nullptr;
     if (is_device) {
-        on_device = kernel_of_pool(MAX_POOLING, *x, c10::multiply_integers(shape), channels, window);
+        on_device = kernel_of_pool(MAX_POOLING, x, c10::multiply_integers(shape), channels, window);
         if (!on_device) Py_RETURN_NONE;
     }
     Made made;
     compute([&] {
-        made.y = at::empty(shape, x->options(), *format);
-        made.kept = {at::empty(shape, x->options().dtype(at::kByte), *format)};
-        if (on_device) run(*on_device, MAX_POOLING, *x, made.y, made.kept[0], channels, window);
-        else pool(false, *x, made.y, made.kept[0], window, dims, *format);
+        made.y = at::empty(shape, x.options(), *format);
+        made.kept = {at::empty(shape, x.options().dtype(at::kByte), *format)};
+        if (on_device) run(*on_device, MAX_POOLING, x, made.y, made.kept[0], channels, window);
+        else pool(false, x, made.y, made.kept[0], window, dims, *format);
     });
     made.call["window"] = at::IntArrayRef((const int64_t *)&window, SIZES);
-    made.call["shape"] = x->sizes();
+    made.call["shape"] = x.sizes();
     made.call["dims"] = dims;
     made.call["format"] = (int64_t)*format;
-    return layer(args[0], *x, max_pool_backward, made);
+    return layer(row, x, max_pool_backward, made);
+}
+
+/* By windows of Python, which may be those of adaptive pooling. */
+PyObject *max_pool_by_windows(PyObject *, PyObject *const *args, Py_ssize_t count) {
+    HANDLE_TH_ERRORS
+    TORCH_CHECK_TYPE(count == 3 && PyTuple_Check(args[2]) && PyTuple_GET_SIZE(args[2]) == 6 &&
+                         PyTuple_Check(PyTuple_GET_ITEM(args[2], 0)),
+                     "max_pool_by_windows takes a name, a tensor and windows");
+    const Tensor *x = known(args[1]);
+    const int64_t dims = PyTuple_GET_SIZE(PyTuple_GET_ITEM(args[2], 0));
+    Window window;
+    if (dims < 1 || dims > 3 || !window_of(args[2], dims, window)) return nullptr;
+    return x ? pooled(args[0], *x, dims, window) : Py_NewRef(Py_None);
+    END_HANDLE_TH_ERRORS
+}
+
+/* By options, of which it takes nothing that torch may refuse. */
+PyObject *max_pool(PyObject *, PyObject *const *args, Py_ssize_t count) {
+    HANDLE_TH_ERRORS
+    TORCH_CHECK_TYPE(count == 9, "max_pool takes 9 arguments");
+    const Tensor *x = known(args[1]);
+    const int64_t dims = PyLong_AsLongLong(args[2]);
+    if (PyErr_Occurred()) return nullptr;
+    at::DimVector by[4];
+    bool rounding[2]; /* up, and whether the places are wanted */
+    if (!x || (x->dim() != dims + 1 && x->dim() != dims + 2) || !flags(args + 7, rounding, 2)) Py_RETURN_NONE;
+    if (rounding[1]) Py_RETURN_NONE;
+    for (int k = 0; k < 4; k++)
+        if (!sizes(args[k == 1 && is_absent(args[4]) ? 3 : 3 + k], dims, by[k])) Py_RETURN_NONE;
+    Window window = {{1, 1, 1}, {1, 1, 1}, {1, 1, 1}, {1, 1, 1}, {0, 0, 0}, {1, 1, 1}};
+    for (int64_t axis = 0; axis < dims; axis++) {
+        const int64_t kernel = by[0][axis], stride = by[1][axis], padding = by[2][axis], dilation = by[3][axis];
+        if (kernel < 1 || stride < 1 || dilation < 1 || padding < 0 || padding > kernel / 2) Py_RETURN_NONE;
+        const int64_t in = x->size(x->dim() - dims + axis), at = 3 - dims + axis;
+        /* (Of others, sums might have no room.) */
+        if (kernel > LARGEST_WINDOW || dilation > in + 2 * padding || stride > INT32_MAX) Py_RETURN_NONE;
+        const int64_t out = at::native::pooling_output_shape(in, kernel, padding, stride, dilation, rounding[0]);
+        if (out < 1) Py_RETURN_NONE;
+        window.in[at] = in, window.out[at] = out, window.kernel[at] = kernel;
+        window.stride[at] = stride, window.padding[at] = padding, window.dilation[at] = dilation;
+    }
+    return pooled(args[0], *x, dims, window);
     END_HANDLE_TH_ERRORS
 }
 
