@@ -103,6 +103,8 @@ LAYERS: dict[str, Callable[[], tuple[nn.Module, nn.Module]]] = {
     "AdaptiveAvgPool2d": lambda: (nn.AdaptiveAvgPool2d(3), memsave.nn.AdaptiveAvgPool2d(3)),
     "AdaptiveAvgPool2d, uneven": lambda: (nn.AdaptiveAvgPool2d(5), memsave.nn.AdaptiveAvgPool2d(5)),
     "ReflectionPad2d": lambda: (nn.ReflectionPad2d(1), memsave.nn.ReflectionPad2d(1)),
+    "PReLU": lambda: alike(nn.PReLU),
+    "PReLU of channels": lambda: alike(nn.PReLU, 16),
     "Conv2d": lambda: alike(nn.Conv2d, 16, 8, 3, 2, 1),
     "Conv2d of channels": lambda: alike(nn.Conv2d, 16, 16, 3, padding=1, groups=16),
     "ConvTranspose2d": lambda: alike(nn.ConvTranspose2d, 16, 8, 3, 2),

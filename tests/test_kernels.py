@@ -332,6 +332,9 @@ for name in reference.TESTS:
     check_bits("to_bits", ["fp32", "bf16", "fp16"], KIND=name, WRITES=False)
 check_bits("from_bits", ["i8", "i16", "i32", "i64"], KIND="select")
 check_bits("from_bits", ["fp32", "bf16", "fp16"], KIND="scale")
+for dtype, forward in product(FLOATS, (False, True)):
+    types = {name: "*" + dtype for name in ("x", "y", "weight")} | {"bits": "*u8"}
+    check("prelu", types, FORWARD=forward, BYTES=cuda.BYTES)
 for dtype, vector in product(["fp32", "bf16", "fp16"], (4, 8)):
     types = {"x": "*" + dtype, "y": "*" + dtype, "bits": "*u8", "keep": "fp32", "scale": "fp32"}
     types |= {"seed": "i64", "offset": "i64"}
@@ -382,9 +385,10 @@ from memsave.kernels.nodes import _nodes as of
 
 HALF, FLOAT, DOUBLE, BOOL, BFLOAT16 = 5, 6, 7, 11, 15
 LOOPS = (of.TO_BITS, of.FROM_BITS, of.MAX_POOLING, of.UNPOOLING, of.NORM_OF_ROWS)
-LOOPS += (of.WEIGHTS_OF_ROWS, of.LOSS_OF_ROWS, of.DROPPING)
+LOOPS += (of.WEIGHTS_OF_ROWS, of.LOSS_OF_ROWS, of.DROPPING, of.SLOPING)
 assert len(LOOPS) == len(cuda.SOURCES)
-to_bits, from_bits, max_pool, unpool, norm, weigh, loss, drop = (cuda.SOURCES[k] for k in LOOPS)
+sources = (cuda.SOURCES[loop] for loop in LOOPS)
+to_bits, from_bits, max_pool, unpool, norm, weigh, loss, drop, slope = sources
 WINDOWS = (1, 3, 3, 1, 2, 2, 0, 1, 1, 1, 1, 2)
 KINDS = {"i32": "u32", "i64": "u64", "fp32": "f32"}
 # In the order of csrc/nodes.
@@ -400,6 +404,7 @@ PASSED = {
     "weigh": ["target", "weight", "sums", "rows", "ignored"],
     "cross_entropy": ["x", "target", "g", "weight", "sums", "dx", "rows", "classes", "places"]
     + ["ignored", "parts", "smoothing"],
+    "prelu": ["x", "y", "bits", "weight", "size", "inner", "count"],
     "dropout": ["x", "y", "bits", "size", "keep", "scale", "seed", "offset", "threads"],
 }
 
@@ -437,6 +442,8 @@ check(*to_bits(BOOL, of.NONZERO_BITS, 0, 1))
 for dtype, kind in product((HALF, FLOAT, BFLOAT16), range(3)):
     check(*from_bits(dtype, kind, 1))
 check(*from_bits(DOUBLE, 0, 0))
+for forward, is_one in product((0, 1), (0, 1)):
+    check(*slope(DOUBLE if is_one else BFLOAT16, forward, is_one, 1))
 for dtype, vector in ((FLOAT, 4), (HALF, 8), (BFLOAT16, 8)):
     check(*drop(dtype, vector, int(dtype == FLOAT)))
 for loop, channels, ones in product((max_pool, unpool), (0, 1, 2), ((0, 0), (1, 1), (3, 7))):
@@ -591,6 +598,39 @@ def test_dropout_draws_as_a_kernel_of_torch(
     else:
         assert same(y, expected)
     assert 0.6 < kept.float().mean() < 0.8 or size < 100
+
+
+@pytest.mark.parametrize("shape", [(7,), (3, 4), (2, 3, 5, 7)], ids=str)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("by", ["one", "channels", "channels last"])
+def test_prelu_of_triton(shape: tuple[int, ...], dtype: torch.dtype, by: str) -> None:
+    """Both ways, by one weight, by those of axis 1, and by those of the last axis in memory."""
+    pytest.importorskip("triton")
+    loops = importlib.import_module("memsave.kernels.triton_loops")
+    if by != "one" and len(shape) == 1:
+        return
+    x, g = (values(math.prod(shape), dtype, seed).view(shape) for seed in (0, 1))
+    x.requires_grad_()
+    count = 1 if by == "one" else shape[1]
+    inner = math.prod(shape[2:]) if by == "channels" else 1
+    weight = torch.linspace(-0.5, 2, count).to(dtype)
+    y = F.prelu(x, weight)
+    (dx,) = torch.autograd.grad(y, x, g)
+    if by == "channels last":
+        x, y, g, dx = (array.detach().movedim(1, -1) for array in (x, y, g, dx))
+    x, y, g, dx = (array.detach().contiguous() for array in (x, y, g, dx))
+    ours, size = [torch.empty_like(y), torch.empty_like(dx)], y.numel()
+    bits = torch.full((-(-size // 8),), 255, dtype=torch.uint8)
+    with np.errstate(all="ignore"):
+        for forward, given, out in ((True, x, ours[0]), (False, g, ours[1])):
+            grid = (-(-size // 64),)
+            loops.prelu[grid](given, out, bits, weight, size, inner, count, forward, 8)
+    assert bits.equal(pack(x > 0, Like.of(x)))
+    for actual, expected in zip(ours, (y, dx), strict=True):
+        if dtype is torch.bfloat16:  # which Triton's interpreter cuts, where devices round
+            torch.testing.assert_close(actual, expected, equal_nan=True, rtol=1e-2, atol=1e-38)
+        else:
+            assert same(actual, expected)
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -478,6 +478,14 @@ def _dropping(dtype: int, vector: int, even: int) -> Source:
     return loop, types, constants | {"VECTOR": vector}, even_ones, warps
 
 
+def _prelu(dtype: int, forward: int, is_one: int, even: int) -> Source:
+    """``is_one``: there is one weight."""
+    loop, types, constants, even_ones, warps = _source_of_bits("prelu", ELEMENT[dtype], even)
+    types |= {"weight": types["x"], "inner": "i32", "count": "i32"}
+    constants |= {"FORWARD": bool(forward)} | ({"inner": 1, "count": 1} if is_one else {})
+    return loop, types, constants, even_ones, warps
+
+
 #: By number.
 SOURCES = (
     _to_bits,
@@ -488,6 +496,7 @@ SOURCES = (
     _weigh,
     _cross_entropy,
     _dropping,
+    _prelu,
 )
 
 

@@ -82,6 +82,9 @@ def of_piece(
     return loop, inplace, low, high, family, a, b, OUTPUTS[name], also, KINDS[name]
 
 
+#: ``prelu(row, x, weight)``, on CUDA; the gradient of ``x`` alone.
+prelu = _nodes.prelu
+
 LOOPS = {"relu": _native.relu, **native.PIECEWISE}
 #: How a new output is stored.
 OUTPUTS = {name: _nodes.AS_X if name in AS_X else _nodes.AS_RESULT for name in LOOPS}
@@ -188,5 +191,6 @@ __all__ = [
     "of_bits",
     "of_piece",
     "pad",
+    "prelu",
     "wanted",
 ]

@@ -80,6 +80,28 @@ def from_bits(x, y, bits, size, low, high, KIND: tl.constexpr, BYTES: tl.constex
 
 
 @triton.jit
+def prelu(x, y, bits, weight, size, inner, count, FORWARD: tl.constexpr, BYTES: tl.constexpr):
+    """``y`` from ``x`` and where it is positive, which forward writes as bits and backward reads. A
+    weight is that of ``inner`` elements one after the other, and then the next of ``count``.
+    """
+    # (For checkers of types, a call from Python, which never returns.)
+    byte, element, is_byte, is_element = _places(size, BYTES)  # type: ignore[misc]
+    v = tl.load(x + element, mask=is_element, other=0)
+    wide = v.to(tl.float32) if v.dtype.primitive_bitwidth == 16 else v
+    slope = tl.load(weight + element.to(tl.int32) // inner % count, mask=is_element, other=0)
+    digit = tl.arange(0, 8)[None, :]
+    if FORWARD:
+        flag = wide > 0
+        eight = tl.sum(tl.where(flag & is_element, 1, 0) << digit, axis=1)
+        tl.store(bits + byte, eight.to(tl.uint8), mask=is_byte)
+    else:
+        eight = tl.load(bits + byte, mask=is_byte, other=0).to(tl.int32)
+        flag = ((eight[:, None] >> digit) & 1) != 0
+    w = tl.where(flag, v, (wide * slope.to(wide.dtype)).to(v.dtype))
+    tl.store(y + element, w, mask=is_element)
+
+
+@triton.jit
 def dropout(
     x, y, bits, size, keep, scale, seed, offset, threads, VECTOR: tl.constexpr, BYTES: tl.constexpr
 ):

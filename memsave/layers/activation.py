@@ -209,6 +209,8 @@ def _prelu_bwd_from_input(g: Tensor, wrt: Mask, saved: Saved, shapes: Shapes) ->
 
 
 def _prelu_node(row: str, wrt: Mask, x: Tensor, weight: Tensor) -> Tensor | None:
+    if wrt == {"x"} and x.is_cuda:
+        return kernels.nodes.prelu(row, x, weight)
     if wrt != {"x"} or not _is_number(weight) or x.dtype != weight.dtype:
         return None
     slope = weight.item()

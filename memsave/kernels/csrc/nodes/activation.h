@@ -67,19 +67,101 @@ PyObject *bits(PyObject *, PyObject *const *args, Py_ssize_t count) {
     END_HANDLE_TH_ERRORS
 }
 
+/* Of the output, as a node remembers it. */
+at::DimVector stride_of(AutogradContext *ctx, const Tensor &g) {
+    const auto found = ctx->saved_data.find("stride");
+    return found == ctx->saved_data.end() ? c10::contiguous_strides(g.sizes()) : found->second.toDimVector();
+}
+
 Tensor by_bits(AutogradContext *ctx, const Tensor &g, const Tensor &bits) {
     auto &call = ctx->saved_data;
     const auto family = (Family)call.at("family").toInt();
     const double a = family == SELECT ? 1 : call.at("a").toDouble();
     const double b = family == SELECT ? 0 : call.at("b").toDouble();
-    const auto found = call.find("stride");
-    const auto stride = found == call.end() ? c10::contiguous_strides(g.sizes())
-                                            : found->second.toDimVector();
-    return from_bits(family, g, bits, stride, a, b);
+    return from_bits(family, g, bits, stride_of(ctx, g), a, b);
 }
 
 Tensor bits_backward(AutogradContext *ctx, const Tensor &g) {
     return by_bits(ctx, g, ctx->get_saved_variables().back());
+}
+
+/* PReLU on a CUDA device, by one weight or by those of the channels: which element is of which. */
+struct Slopes {
+    int64_t inner = 1, count = 1;
+
+    /* Whether it can be said. */
+    bool find(const Tensor &x, const Tensor &weight) {
+        count = weight.numel();
+        if (count == 1 && weight.dim() < 2) return true;
+        if (weight.dim() != 1 || x.dim() < 2 || x.size(1) != count) return false;
+        inner = x.is_contiguous() ? x.numel() / (x.size(0) * count) : 1;
+        return x.is_contiguous() || x.is_contiguous(at::MemoryFormat::ChannelsLast);
+    }
+
+    const Kernel *kernel(const Tensor &x, bool forward) const {
+        if (!x.numel() || x.numel() > MOST_ELEMENTS || !is_aligned(x)) return nullptr;
+        return kernel_for(x, {SLOPING, (int64_t)x.scalar_type(), forward, count == 1, is_even(x.numel())});
+    }
+
+    void run(const Kernel &kernel, const Tensor &x, const Tensor &y, const Tensor &bits, const Tensor &weight) const {
+        Arguments arguments;
+        arguments.read(x);
+        arguments.write(y);
+        arguments.write(bits);
+        arguments.read(weight);
+        arguments.add((int32_t)x.numel());
+        if (count != 1) {
+            arguments.add((int32_t)inner);
+            arguments.add((int32_t)count);
+        }
+        arguments.run(kernel, x, (x.numel() + BITS_OF_PROGRAM - 1) / BITS_OF_PROGRAM);
+    }
+};
+
+Backward prelu_backward;
+
+PyObject *prelu(PyObject *, PyObject *const *args, Py_ssize_t count) {
+    HANDLE_TH_ERRORS
+    TORCH_CHECK_TYPE(count == 3, "prelu takes 3 arguments");
+    const Tensor *x = known(args[1]), *weight = known(args[2]);
+    Slopes slopes;
+    if (!x || !weight || !has_loops(*x) || !is_beside(*weight, *x) || weight->scalar_type() != x->scalar_type()) Py_RETURN_NONE;
+    if (!is_aligned(*weight) || !slopes.find(*x, *weight)) Py_RETURN_NONE;
+    const Kernel *kernel = slopes.kernel(*x, true);
+    if (!kernel || !slopes.kernel(*x, false)) Py_RETURN_NONE;
+    Made made;
+    compute([&] {
+        made.y = memory_of_result(*x);
+        made.kept = {*weight, empty_bits(*x)};
+        slopes.run(*kernel, *x, made.y, made.kept[1], *weight);
+    });
+    made.call["inner"] = slopes.inner;
+    if (!made.y.is_contiguous()) made.call["stride"] = made.y.strides();
+    return layer(args[0], *x, prelu_backward, made);
+    END_HANDLE_TH_ERRORS
+}
+
+Tensor prelu_backward(AutogradContext *ctx, const Tensor &g) {
+    const auto kept = ctx->get_saved_variables();
+    const Tensor &weight = kept[0], &bits = kept[1];
+    const Slopes slopes = {ctx->saved_data.at("inner").toInt(), weight.numel()};
+    const auto stride = stride_of(ctx, g);
+    const bool fits = is_constant(g) && is_constant(weight) && are_bits(bits, g, g.numel()) && is_beside(weight, g) &&
+                      weight.is_contiguous() && is_aligned(weight) && weight.scalar_type() == g.scalar_type();
+    if (fits) {
+        at::AutoDispatchBelowADInplaceOrView guard;
+        const bool in_order = g.strides() == stride && is_aligned(g);
+        const Tensor from = in_order ? g : memory_like(g, stride).copy_(g);
+        if (const Kernel *kernel = slopes.kernel(from, false)) {
+            const Tensor dx = in_order ? memory_for(g) : from;
+            slopes.run(*kernel, from, dx, bits, weight);
+            return dx;
+        }
+    }
+    at::DimVector shape(std::max<int64_t>(g.dim(), 1), 1);
+    if (weight.numel() > 1) shape[1] = weight.numel();
+    const Tensor by = g.dim() ? weight.view(shape) : weight.view({});
+    return at::where(unpack(bits, g.sizes(), stride), g, g * by);
 }
 
 }  // namespace
