@@ -910,6 +910,18 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "BatchNorm2d, tracking no more": lambda: changed(nn.BatchNorm2d(4), track_running_stats=False),
     "BatchNorm2d, another mean": lambda: changed(nn.BatchNorm2d(4), running_mean=torch.ones(4)),
     "BatchNorm2d, in 64 bits": lambda: nn.BatchNorm2d(4, dtype=torch.float64),
+    "LayerNorm": lambda: nn.LayerNorm(5),
+    "LayerNorm of two axes": lambda: nn.LayerNorm((7, 5), eps=0.1),
+    "LayerNorm of nothing": lambda: changed(nn.LayerNorm(5), normalized_shape=()),
+    "LayerNorm, no bias": lambda: nn.LayerNorm([7], bias=False),
+    "LayerNorm, no parameters": lambda: nn.LayerNorm(7, elementwise_affine=False),
+    "LayerNorm, a bad eps": lambda: changed(nn.LayerNorm(5), eps=None),
+    "RMSNorm": lambda: nn.RMSNorm(5),
+    "RMSNorm, an eps": lambda: nn.RMSNorm((7, 5), eps=0.1),
+    "GroupNorm": lambda: nn.GroupNorm(2, 4),
+    "GroupNorm, no parameters": lambda: nn.GroupNorm(4, 4, affine=False),
+    "GroupNorm, bad groups": lambda: changed(nn.GroupNorm(2, 4), num_groups=3),
+    "GroupNorm, no groups": lambda: changed(nn.GroupNorm(2, 4), num_groups=0),
     "ReLU": nn.ReLU,
     "ReLU, in place": lambda: nn.ReLU(True),
     "ReLU, in place by a number": lambda: changed(nn.ReLU(), inplace=1),
@@ -990,7 +1002,7 @@ def test_modules_whose_attributes_a_node_finds(name: str, trains: bool, mode: st
                     if y.requires_grad:
                         grads = torch.autograd.grad(y.sin().sum(), leaves, allow_unused=True)
                     result = y.detach(), *grads
-                except (LookupError, RuntimeError, TypeError, ValueError) as error:
+                except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
                     result = (type(error),)
                 made.append((*result, *module.buffers()))
             assert len(made[0]) == len(made[1])

@@ -115,6 +115,11 @@ instance_norm = _nodes.instance_norm
 #: ``norm(row, x, weight, bias, groups, from_y, centered, wants_x, eps)``: of the last axis, or of
 #: ``groups``; of root mean squares, if not centered. ``from_y``: which of ``x`` and ``y`` it keeps.
 norm = _nodes.norm
+#: ``layer_norm_of(row, module.__dict__, x)``, ``rms_norm_of``, ``group_norm_of``: the stock op by
+#: the attributes of a module, where that keeps the same.
+layer_norm_of = _nodes.layer_norm_of
+rms_norm_of = _nodes.rms_norm_of
+group_norm_of = _nodes.group_norm_of
 #: ``is_over_last(x, normalized_shape, *parameters)``: whether a look at plain tensors says that it
 #: is a norm of the last axis.
 is_over_last = _nodes.is_over_last
@@ -182,9 +187,11 @@ __all__ = [
     "embedding",
     "feature_dropout",
     "for_stock",
+    "group_norm_of",
     "instance_norm",
     "is_invertible",
     "is_over_last",
+    "layer_norm_of",
     "max_pool",
     "max_pool_by_windows",
     "norm",
@@ -192,5 +199,6 @@ __all__ = [
     "of_piece",
     "pad",
     "prelu",
+    "rms_norm_of",
     "wanted",
 ]

@@ -19,7 +19,7 @@ from torch.compiler import is_dynamo_compiling
 
 from .. import kernels, spec
 from .._context import widened
-from ..function import INPUT, WEIGHT, Grads, Mask, Saved, Shapes, define, for_stock
+from ..function import INPUT, WEIGHT, Grads, Mask, Saved, Shapes, by_node, define, for_stock
 from ..kernels.memory import FORMATS
 from .batch_norm import are_numbers, batch_norm, by_batch, weight_or_ones, zeros
 from .invertible import is_invertible, tells_its_input
@@ -371,6 +371,8 @@ class GroupNorm(nn.GroupNorm):
     """As :class:`torch.nn.GroupNorm`. Keeps its input, or nothing for the bias alone."""
 
     def forward(self, input: Tensor) -> Tensor:
+        if (y := by_node("group_norm_of", spec.GROUP_NORM, self, input)) is not None:
+            return y
         own = for_stock(self, INPUT | WEIGHT, input)
         # Of another layout the stock op keeps a copy. (Under vmap none but the first is known.)
         if own is not None and (

@@ -16,7 +16,7 @@ from torch.compiler import is_dynamo_compiling
 
 from .. import kernels, spec
 from .._context import is_traced, widened
-from ..function import INPUT, WEIGHT, Grads, Mask, Saved, Shapes, define, for_stock
+from ..function import INPUT, WEIGHT, Grads, Mask, Saved, Shapes, by_node, define, for_stock
 from ..kernels.reference import Like
 from .batch_norm import weight_or_ones
 from .invertible import is_invertible, tells_its_input
@@ -262,6 +262,8 @@ class LayerNorm(nn.LayerNorm):
     """As :class:`torch.nn.LayerNorm`. Keeps its input, or nothing for the bias alone."""
 
     def forward(self, input: Tensor) -> Tensor:
+        if (y := by_node("layer_norm_of", spec.LAYER_NORM, self, input)) is not None:
+            return y
         if (own := for_stock(self, INPUT | WEIGHT, input)) is not None:
             # (Without what F.layer_norm does for those who look at functions.)
             stock = F.layer_norm if _len_torch_function_stack() else torch.layer_norm
@@ -290,6 +292,8 @@ class RMSNorm(nn.RMSNorm):
     """As :class:`torch.nn.RMSNorm`. Keeps its input, once."""
 
     def forward(self, x: Tensor) -> Tensor:
+        if (y := by_node("rms_norm_of", spec.RMS_NORM, self, x)) is not None:
+            return y
         own = for_stock(self, INPUT | WEIGHT, x, casts=True, has_bias=False)
         weight = self.weight if own is None else own[0]
         # On CUDA, stock's kernel keeps the same.

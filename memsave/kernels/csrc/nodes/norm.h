@@ -6,6 +6,7 @@
 #include "arguments.h"
 #include "cpu.h"
 #include "cuda.h"
+#include "function.h"
 #include "layer.h"
 
 namespace {
@@ -88,6 +89,79 @@ PyObject *norm(PyObject *, PyObject *const *args, Py_ssize_t count) {
     const auto given = [](const std::optional<Tensor> &vector) { return vector.value_or(Tensor()); };
     link<Norms>({*x, given(vectors[0]), given(vectors[1])}, {made.y, made.also}, made);
     return THPVariable_Wrap(made.y);
+    END_HANDLE_TH_ERRORS
+}
+
+/* A module whose norm torch itself may compute, as that keeps the same: where a gradient is wanted of x or of the
+   weight, or none. */
+struct OfTorch {
+    const Tensor *x = nullptr; /* or nullptr, where it may not */
+    std::optional<Tensor> weight, bias;
+    std::optional<double> eps;
+    at::DimVector shape;
+
+    OfTorch(PyObject *const *args, Py_ssize_t count, bool has_bias, long casts, const char *sizes) {
+        TORCH_CHECK_TYPE(count == 3 && PyDict_Check(args[1]), "a norm takes a name, a dict and a tensor");
+        const Module module = {args[1]};
+        PyObject *parameters[] = {module.parameter("weight"), has_bias ? module.parameter("bias") : Py_None};
+        PyObject *given = module.option("eps"), *of_shape = module.option(sizes);
+        if (!parameters[0] || !parameters[1] || !given || !of_shape || args[2] == Py_None) return;
+        const auto wanted = wanted_of({args[2], parameters[0], parameters[1]}, casts);
+        if (!wanted || (*wanted && !(*wanted & 3)) || !are_leaves({parameters[0], parameters[1]})) return;
+        double number;
+        if (given != Py_None && !numbers(&given, &number, 1)) return;
+        if (given != Py_None) eps = number;
+        const Py_ssize_t axes = count_of(of_shape);
+        if (axes == 0 || !::sizes(of_shape, std::max<Py_ssize_t>(axes, 1), shape)) return;
+        if (parameters[0] != Py_None) weight = THPVariable_Unpack(parameters[0]);
+        if (parameters[1] != Py_None) bias = THPVariable_Unpack(parameters[1]);
+        x = &THPVariable_Unpack(args[2]);
+    }
+
+    template <typename Norm>
+    PyObject *wrapped(const Norm &norm) const {
+        Tensor y;
+        {
+            pybind11::gil_scoped_release unlocked;
+            y = norm();
+        }
+        return THPVariable_Wrap(y);
+    }
+};
+
+PyObject *layer_norm_of(PyObject *, PyObject *const *args, Py_ssize_t count) {
+    HANDLE_TH_ERRORS
+    const OfTorch of(args, count, true, 0, "normalized_shape");
+    if (!of.x || !of.eps) Py_RETURN_NONE;
+    return of.wrapped([&] { return at::layer_norm(*of.x, of.shape, of.weight, of.bias, *of.eps); });
+    END_HANDLE_TH_ERRORS
+}
+
+/* On CUDA, by its own kernel. (On CPU it keeps more.) */
+PyObject *rms_norm_of(PyObject *, PyObject *const *args, Py_ssize_t count) {
+    HANDLE_TH_ERRORS
+    if (count == 3 && THPVariable_CheckExact(args[2]) && THPVariable_Unpack(args[2]).is_cpu()) Py_RETURN_NONE;
+    const OfTorch of(args, count, false, 3, "normalized_shape");
+    if (!of.x || !of.x->is_cuda() || !of.x->is_contiguous() || !of.x->dim()) Py_RETURN_NONE;
+    const bool is_fused = !of.weight || (of.weight->scalar_type() == of.x->scalar_type() &&
+                                         of.weight->sizes() == of.x->sizes().slice(of.x->dim() - 1));
+    if (!is_fused) Py_RETURN_NONE;
+    return of.wrapped([&] { return at::rms_norm(*of.x, of.shape, of.weight, of.eps); });
+    END_HANDLE_TH_ERRORS
+}
+
+/* (Of other layouts torch keeps a copy, or it takes more than a look.) */
+PyObject *group_norm_of(PyObject *, PyObject *const *args, Py_ssize_t count) {
+    HANDLE_TH_ERRORS
+    const OfTorch of(args, count, true, 0, "num_groups");
+    if (!of.x || !of.eps || of.shape.size() != 1 || of.shape[0] < 1) Py_RETURN_NONE;
+    const int64_t groups = of.shape[0], dims = of.x->dim();
+    if (!of.x->numel() || dims < 2 || !of.x->is_contiguous()) Py_RETURN_NONE;
+    if (of.x->size(0) * of.x->size(1) / groups * c10::multiply_integers(of.x->sizes().slice(2)) == 1)
+        Py_RETURN_NONE; /* for Python to refuse */
+    return of.wrapped([&] {
+        return at::group_norm(*of.x, groups, of.weight, of.bias, *of.eps, at::globalContext().userEnabledCuDNN());
+    });
     END_HANDLE_TH_ERRORS
 }
 
