@@ -114,9 +114,10 @@ Tensor batch_norm_eval_backward(AutogradContext *ctx, const Tensor &g) {
         return at::mul_out(dx, g, scale.view(shape)); /* in one pass, also where g is narrower */
     }
     at::AutoDispatchBelowADInplaceOrView guard;
-    if (by_torch) { /* It reads x, the mean and those of a batch for other gradients alone. */
+    if (by_torch) { /* It reads x, the mean and the statistics for other gradients alone. */
         const auto weight = kept.size() > 1 ? std::optional<Tensor>(kept[1]) : std::nullopt;
-        return std::get<0>(at::native_batch_norm_backward(g, g, weight, kept[0], kept[0], kept[0], kept[0], false, eps,
+        const Tensor none = at::empty({0}, kept[0].options()); /* of statistics of a batch */
+        return std::get<0>(at::native_batch_norm_backward(g, g, weight, kept[0], kept[0], none, none, false, eps,
                                                           {true, false, false}));
     }
     const Tensor scale = memory(shape, g.scalar_type());

@@ -112,9 +112,13 @@ Tensor convolution_backward(AutogradContext *ctx, const Tensor &given) {
         /* (oneDNN takes twice as long for the transposed one of several groups of channels that are last.) */
         const bool in_groups = is_last && options[1] > 1 && options[1] < shape[1] && g.scalar_type() == at::kFloat;
         if (!transposed && (is_last ? fits && (few || in_groups) : few)) x = stand_in(g, shape, format);
-    } else if (!transposed && options[1] > 1 && g.is_contiguous()) {
-        /* (It copies x where cuDNN is not at hand; and that of one axis always, but not of two.) */
-        x = at::empty({1}, g.options()).expand(dims == 1 ? with_one_place(shape) : shape);
+    } else if (!transposed) {
+        /* (It may copy x, if that is not stored as g is; and that of one axis always, but not of two.) */
+        const auto like_x = dims == 1 ? with_one_place(shape) : shape;
+        const auto format = any_format_of(g, dims);
+        const bool fits = format && is_final(g) && c10::multiply_integers(shape) <= g.numel();
+        if (options[1] > 1 && g.is_contiguous()) x = at::empty({1}, g.options()).expand(like_x);
+        else if (fits) x = stand_in(g, like_x, *format);
     }
     if (!x.defined())
         return at::convolution(g, weight, {}, by(STRIDE), by(PADDING), by(DILATION), !transposed,
