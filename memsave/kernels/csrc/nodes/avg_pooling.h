@@ -33,30 +33,28 @@ PyObject *avg_pool(PyObject *, PyObject *const *args, Py_ssize_t count) {
         return at::avg_pool3d(*x, by[0], by[1], by[2], ceil, includes, given);
     });
     if (!made.y.numel()) Py_RETURN_NONE;
-    at::DimVector options = {ceil, includes, divisor};
+    Numbers options = {ceil, includes, divisor, (int64_t)dims, format ? (int64_t)*format : -1};
     const int64_t absent[] = {1, 1, 0};
     for (int k = 0; k < 3; k++) {
         if (dims == 1) options.push_back(absent[k]);
         options.append(by[k].begin(), by[k].end());
     }
+    options.append(x->sizes().begin(), x->sizes().end());
     made.call["options"] = at::IntArrayRef(options);
-    made.call["shape"] = x->sizes();
-    made.call["flat"] = dims == 1;
-    if (format) made.call["format"] = (int64_t)*format;
     return layer(args[0], *x, avg_pool_backward, made);
     END_HANDLE_TH_ERRORS
 }
 
 Tensor avg_pool_backward(AutogradContext *ctx, const Tensor &g) {
     ctx->get_saved_variables(); /* none; but a second time is an error, as in stock */
-    const auto options = ctx->saved_data.at("options").toDimVector();
-    const auto shape = ctx->saved_data.at("shape").toDimVector();
-    const size_t dims = options.size() / 3 - 1;
-    const auto by = [&](int k) { return at::IntArrayRef(options).slice(3 + k * dims, dims); };
+    const auto options = numbers_of(ctx, "options");
+    const bool flat = options[3] == 1;
+    const size_t first = 5, dims = flat ? 2 : options[3];
+    const auto by = [&](int k) { return at::IntArrayRef(options).slice(first + k * dims, dims); };
+    const at::DimVector shape(at::IntArrayRef(options).slice(first + 3 * dims));
     const auto divisor = options[2] ? std::optional<int64_t>(options[2]) : std::nullopt;
-    const bool flat = ctx->saved_data.at("flat").toBool();
-    if (ctx->saved_data.count("format")) {
-        const auto format = format_in(ctx);
+    if (options[4] >= 0) {
+        const auto format = (at::MemoryFormat)options[4];
         if (Tensor dx = to_be_written(g, shape, format); dx.defined()) {
             at::AutoDispatchBelowADInplaceOrView guard;
             return at::avg_pool2d_backward_outf(g.contiguous(format), dx, by(0), by(1), by(2), options[0], options[1],
@@ -64,6 +62,7 @@ Tensor avg_pool_backward(AutogradContext *ctx, const Tensor &g) {
         }
     }
     const Tensor x = stand_in(g, flat ? with_one_place(shape) : shape);
+    const BelowAutograd guard(g);
     const Tensor dx = (dims == 3 ? at::avg_pool3d_backward : at::avg_pool2d_backward)(
         flat ? g.unsqueeze(-2) : g, x, by(0), by(1), by(2), options[0], options[1], divisor);
     return flat ? dx.squeeze(-2) : dx;

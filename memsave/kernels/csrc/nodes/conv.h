@@ -47,11 +47,10 @@ PyObject *convolution(PyObject *, PyObject *const *args, Py_ssize_t count) {
     for (size_t axis = 0; axis < dims && !transposed; axis++)
         by[LEFT_OVER][axis] = (x->size(2 + axis) + 2 * by[PADDING][axis] -
                                by[DILATION][axis] * (weight->size(2 + axis) - 1) - 1) % by[STRIDE][axis];
-    at::DimVector options = {transposed, groups};
+    Numbers options = {transposed, groups, x->is_cpu() ? (int64_t)*format : 0};
     for (const auto &one : by) options.append(one.begin(), one.end());
+    options.append(x->sizes().begin(), x->sizes().end());
     made.call["options"] = at::IntArrayRef(options);
-    made.call["shape"] = x->sizes();
-    if (x->is_cpu()) made.call["format"] = (int64_t)*format;
     return layer(args[0], *x, convolution_backward, made);
     END_HANDLE_TH_ERRORS
 }
@@ -97,16 +96,15 @@ PyObject *convolution_of(PyObject *, PyObject *const *args, Py_ssize_t count) {
 
 Tensor convolution_backward(AutogradContext *ctx, const Tensor &given) {
     const Tensor weight = ctx->get_saved_variables()[0];
-    const auto options = ctx->saved_data.at("options").toDimVector();
-    const auto shape = ctx->saved_data.at("shape").toDimVector();
-    const size_t dims = shape.size() - 2;
-    const auto by = [&](Sizes one) { return at::IntArrayRef(options).slice(2 + one * dims, dims); };
+    const auto options = numbers_of(ctx, "options");
+    const size_t first = 3, dims = (options.size() - first - 2) / 5;
+    const auto by = [&](Sizes one) { return at::IntArrayRef(options).slice(first + one * dims, dims); };
+    const at::DimVector shape(at::IntArrayRef(options).slice(first + 4 * dims)), zeros(dims, 0);
     const bool transposed = options[0];
-    const at::DimVector zeros(dims, 0);
     const bool few = c10::multiply_integers(shape) < FEW_ELEMENTS;
     Tensor g = given, x;
     if (g.is_cpu()) { /* whose gradient is stored as x */
-        const auto format = format_in(ctx);
+        const auto format = (at::MemoryFormat)options[2];
         g = g.contiguous(format);
         const bool is_last = format != at::MemoryFormat::Contiguous, fits = c10::multiply_integers(shape) <= g.numel();
         /* (oneDNN takes twice as long for the transposed one of several groups of channels that are last.) */
@@ -129,6 +127,7 @@ Tensor convolution_backward(AutogradContext *ctx, const Tensor &given) {
         if (flat) sizes.insert(sizes.begin(), first);
         return sizes;
     };
+    const BelowAutograd guard(g);
     const Tensor dx = std::get<0>(at::convolution_backward(
         flat ? g.unsqueeze(-2) : g, x, flat ? weight.unsqueeze(-2) : weight, at::OptionalIntArrayRef(), along(STRIDE, 1),
         along(PADDING, 0), along(DILATION, 1), false, at::DimVector(x.dim() - 2, 0), options[1], {true, false, false}));

@@ -41,6 +41,14 @@ struct Layer : Function<Layer> {
     }
 };
 
+/* What a node remembers, in one list. */
+using Numbers = c10::SmallVector<int64_t, 24>;
+Numbers numbers_of(AutogradContext *ctx, const char *name) {
+    Numbers numbers;
+    for (const int64_t number : ctx->saved_data.at(name).toIntList()) numbers.push_back(number);
+    return numbers;
+}
+
 /* Of x, as a node remembers it. */
 at::MemoryFormat format_in(AutogradContext *ctx) {
     return (at::MemoryFormat)ctx->saved_data.at("format").toInt();

@@ -111,10 +111,10 @@ PyObject *pooled(PyObject *row, const Tensor &x, int64_t dims, const Window &win
         if (on_device) run(*on_device, MAX_POOLING, x, made.y, made.kept[0], channels, window);
         else pool(false, x, made.y, made.kept[0], window, dims, *format);
     });
-    made.call["window"] = at::IntArrayRef((const int64_t *)&window, SIZES);
-    made.call["shape"] = x.sizes();
-    made.call["dims"] = dims;
-    made.call["format"] = (int64_t)*format;
+    Numbers options = {dims, (int64_t)*format};
+    options.append((const int64_t *)&window, (const int64_t *)&window + SIZES);
+    options.append(x.sizes().begin(), x.sizes().end());
+    made.call["options"] = at::IntArrayRef(options);
     return layer(row, x, max_pool_backward, made);
 }
 
@@ -253,12 +253,12 @@ struct Windows {
 Tensor max_pool_backward(AutogradContext *ctx, const Tensor &g) {
     const auto kept = ctx->get_saved_variables();
     const Tensor &offsets = kept[0];
-    const int64_t dims = ctx->saved_data.at("dims").toInt();
-    const auto shape = ctx->saved_data.at("shape").toDimVector();
-    const auto sizes = ctx->saved_data.at("window").toDimVector();
+    const auto options = numbers_of(ctx, "options");
+    const int64_t dims = options[0];
+    const auto format = (at::MemoryFormat)options[1];
     Window window;
-    std::copy(sizes.begin(), sizes.end(), (ptrdiff_t *)&window);
-    const auto format = format_in(ctx);
+    std::copy_n(options.begin() + 2, SIZES, (ptrdiff_t *)&window);
+    const at::DimVector shape(at::IntArrayRef(options).slice(2 + SIZES));
     const int64_t channels = format == at::MemoryFormat::Contiguous ? 1 : offsets.size(1);
     const Kernel *kernel = nullptr;
     bool fast = is_beside(offsets, g) && offsets.scalar_type() == at::kByte && offsets.sizes() == g.sizes() &&

@@ -72,6 +72,15 @@ bool is_constant(const Tensor &g) {
 }
 bool is_final(const Tensor &g) { return !at::GradMode::is_enabled() && is_constant(g); }
 
+/* While it is there, operations are spared the look of autograd, if their gradient is final. */
+struct BelowAutograd {
+    std::optional<at::AutoDispatchBelowADInplaceOrView> guard;
+
+    explicit BelowAutograd(const Tensor &g) {
+        if (is_final(g)) guard.emplace();
+    }
+};
+
 /* As at::empty and at::empty_strided, where nobody looks at how tensors are made. */
 Tensor memory(at::IntArrayRef shape, at::ScalarType dtype) {
     return Tensor(at::detail::empty_cpu(shape, dtype));
@@ -163,6 +172,11 @@ std::optional<at::MemoryFormat> any_format_of(const Tensor &x, int64_t dims) {
     return dims == 2 || dims == 3 ? format_of(x, dims) : std::nullopt;
 }
 
+/* As Tensor::detach, where nobody looks on. */
+Tensor shallow(const Tensor &x) {
+    return Tensor(x.unsafeGetTensorImpl()->shallow_copy_and_detach(c10::VariableVersion(0), false));
+}
+
 /* An input, of which an operation on its gradient reads the shape alone: of the memory of the gradient, if
    that has as many elements, so that an operation that wants it contiguous makes no copy. (Kernels of CUDA
    want all inputs so, but never read this one; nor may a hook, as where its graph is made, too.) */
@@ -171,7 +185,7 @@ Tensor stand_in(const Tensor &g, at::IntArrayRef shape, at::MemoryFormat format 
     const bool is_unread = g.is_cuda() && is_final(g);
     const bool fits = g.is_contiguous(format) && (is_unread || c10::multiply_integers(shape) <= g.numel());
     if (!fits && g.is_cuda()) return at::empty({1}, g.options()).expand(shape);
-    const Tensor x = fits ? g.detach() : memory({1}, g.scalar_type());
+    const Tensor x = fits ? shallow(g) : memory({1}, g.scalar_type());
     x.unsafeGetTensorImpl()->set_sizes_and_strides(
         shape, fits ? strides_of(shape, format) : at::DimVector(shape.size(), 0));
     return x;
