@@ -75,7 +75,7 @@ struct Driver {
         return current || !(device(&found, number) || context_of(&current, found) || set_context(current));
     }
 
-    /* Of which the first grids of torch have no more than run at once; 0 where that cannot be said. */
+    /* Blocks of so many threads that run at once, by their number alone; 0 where that cannot be said. */
     int64_t blocks(int number, int threads) const {
         enum { PROCESSORS = 16, THREADS_OF_PROCESSOR = 39 };
         int found = 0, processors = 0, threads_of_each = 0;

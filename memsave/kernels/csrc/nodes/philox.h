@@ -46,24 +46,26 @@ struct Dropped {
     Tensor y, bits; /* or undefined, with nothing drawn */
 };
 
-/* Torch's kernel has blocks of so many threads, of which each takes vectors of at most so many elements. */
+enum { THREADS_OF_BLOCK = 256, FOUR = 4 }; /* of torch's kernel */
+int64_t most_blocks(const Tensor &x) { return driver().blocks(x.device().index(), THREADS_OF_BLOCK); }
+
+/* Each thread takes vectors of at most so many elements. */
 Dropped drop(const Tensor &x, double p, int64_t most) {
-    enum { THREADS = 256, FOUR = 4 };
     int64_t vector = most;
     while (vector >= FOUR && (x.numel() % vector || (uintptr_t)x.const_data_ptr() % (vector * x.element_size())))
         vector /= 2;
     if (vector < FOUR || !x.numel() || x.numel() > MOST_ELEMENTS || !is_aligned(x)) return {};
-    const int64_t blocks = std::min((x.numel() + THREADS - 1) / THREADS, driver().blocks(x.device().index(), THREADS));
+    const int64_t blocks = std::min((x.numel() + THREADS_OF_BLOCK - 1) / THREADS_OF_BLOCK, most_blocks(x));
     const Kernel *kernel = kernel_for(x, {DROPPING, (int64_t)x.scalar_type(), vector, is_even(x.numel())});
     if (!blocks || !kernel) return {};
-    const int64_t threads = blocks * THREADS;
+    const int64_t threads = blocks * THREADS_OF_BLOCK;
     at::Generator generator = generator_of(x);
     at::PhiloxCudaState state;
     {
         const std::scoped_lock lock(generator.mutex());
         state = philox().draw(implementation(generator), ((x.numel() - 1) / (threads * FOUR) + 1) * FOUR);
     }
-    TORCH_CHECK(!state.captured_, "a CUDA graph is made of this layer, which it has not been asked for");
+    TORCH_CHECK(!state.captured_, "a CUDA graph captures what the device was not doing for one");
     const Dropped dropped = {memory_of_result(x), empty_bits(x)};
     const float keep = 1 - p, scale = 1. / keep;
     Arguments arguments;
@@ -80,18 +82,18 @@ Dropped drop(const Tensor &x, double p, int64_t most) {
     return dropped;
 }
 
-/* Of that kernel the most elements in a vector, as torch itself drops some of twice as many numbers as its threads
-   take at once; 0 where ours drops others. */
+/* Of that kernel the most elements in a vector, as it drops some of more numbers than its threads take at once; 0
+   where ours drops others. */
 int64_t ask_for_vectors(const Tensor &x) {
-    enum { LARGEST = 8, SMALLEST = 4 };
+    enum { LARGEST = 8 };
     auto *generator = implementation(generator_of(x));
     const double p = 0.3;
-    const Tensor ones = at::ones({LARGEST * 2 * 256 * driver().blocks(x.device().index(), 256)}, x.options());
+    const Tensor ones = at::ones({LARGEST * 2 * THREADS_OF_BLOCK * most_blocks(x)}, x.options());
     const uint64_t before = philox().offset(generator);
     const auto [y, kept] = at::native_dropout(ones, p, true);
     const uint64_t after = philox().offset(generator);
     int64_t found = 0;
-    for (int64_t most = LARGEST; most >= SMALLEST && !found; most /= 2) {
+    for (int64_t most = LARGEST; most >= FOUR && !found; most /= 2) {
         philox().set_offset(generator, before);
         const Dropped ours = drop(ones, p, most);
         if (!ours.y.defined() || philox().offset(generator) != after) continue;
