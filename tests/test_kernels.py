@@ -332,10 +332,10 @@ for name in reference.TESTS:
     check_bits("to_bits", ["fp32", "bf16", "fp16"], KIND=name, WRITES=False)
 check_bits("from_bits", ["i8", "i16", "i32", "i64"], KIND="select")
 check_bits("from_bits", ["fp32", "bf16", "fp16"], KIND="scale")
-for dtype, forward in product(FLOATS, (False, True)):
+for dtype, forward in product(["fp64", "bf16"], (False, True)):
     types = {name: "*" + dtype for name in ("x", "y", "weight")} | {"bits": "*u8"}
     check("prelu", types, FORWARD=forward, BYTES=cuda.BYTES)
-for dtype, vector in product(["fp32", "bf16", "fp16"], (4, 8)):
+for dtype, vector in (("fp32", 4), ("bf16", 8), ("fp16", 8)):
     types = {"x": "*" + dtype, "y": "*" + dtype, "bits": "*u8", "keep": "fp32", "scale": "fp32"}
     types |= {"seed": "i64", "offset": "i64"}
     check("dropout", types, VECTOR=vector, BYTES=cuda.BYTES)
@@ -561,7 +561,7 @@ def test_philox_is_that_of_its_authors() -> None:
 
 @pytest.mark.parametrize("vector", [4, 8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("size", [8, 1000, 5000])
+@pytest.mark.parametrize("size", [8, 3000])
 @pytest.mark.parametrize("offset", [3, 2**32 - 2])
 def test_dropout_draws_as_a_kernel_of_torch(
     vector: int, dtype: torch.dtype, size: int, offset: int
@@ -953,7 +953,9 @@ def test_norm(
     kept: str,
 ) -> None:
     """The reference is the formula by operations; sums are taken in another order."""
-    generator = torch.Generator().manual_seed(0)
+    generator, is_cuda = torch.Generator().manual_seed(0), fast.__name__.endswith("cuda")
+    if is_cuda and shape[0] > 3000:  # for many threads; Triton's interpreter has one
+        shape = (3000, *shape[1:])
 
     def draw(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
         return torch.rand(shape, generator=generator, dtype=torch.float64).to(dtype)
@@ -978,7 +980,7 @@ def test_norm(
         with torch.no_grad():
             return of({"y": g}, wrt, saved, shapes, None, centered=centered)
 
-    is_cuda, found = fast.__name__.endswith("cuda"), []
+    found = []
 
     def kernel(*args: Any) -> Any:
         found.append(fast.norm(*args))
