@@ -271,22 +271,19 @@ def _adaptive_sizes(
     return tuple(outputs), tuple(kernel), spec.offset_bits(kernel)
 
 
-def _node(
-    dims: int,
-    formats: bool,
-    row: str,
-    wrt: Mask,
-    x: Tensor,
-    *,
-    kernel_size: Ints,
-    stride: Ints | None = None,
-    padding: Ints = 0,
-    dilation: Ints = 1,
-    ceil_mode: bool = False,
-    return_indices: bool = False,
-) -> Tensor | None:
-    options = (kernel_size, stride, padding, dilation, ceil_mode, return_indices)
-    return kernels.nodes.max_pool(row, x, dims, *options)
+#: Of pooling by windows, in the order of stock; and what they are where they are not given.
+_OPTIONS = {
+    "kernel_size": None,
+    "stride": None,
+    "padding": 0,
+    "dilation": 1,
+    "ceil_mode": False,
+    "return_indices": False,
+}
+
+
+def _node(dims: int, row: str, wrt: Mask, x: Tensor, **options: Any) -> Tensor | None:
+    return kernels.nodes.max_pool(row, x, dims, *(_OPTIONS | options).values())
 
 
 def _adaptive_node(
@@ -323,16 +320,10 @@ def _define(
     """``formats``: whether gradients of what is ``channels_last`` are so, too."""
     fwd = partial(_fwd, dims, primal, window_of, formats)
     bwd = partial(_bwd, dims, window_of, formats)
-    node = _adaptive_node if window_of is _adaptive_window else _node
+    adaptive = window_of is _adaptive_window
+    node = partial(_adaptive_node, dims, formats) if adaptive else partial(_node, dims)
     return define(
-        row,
-        primal,
-        bwd,
-        fwd,
-        autocast=autocast,
-        compiled=compiled,
-        shapes=("x",),
-        node=partial(node, dims, formats),
+        row, primal, bwd, fwd, autocast=autocast, compiled=compiled, shapes=("x",), node=node
     )
 
 
@@ -416,13 +407,12 @@ adaptive_max_pool3d = _adaptive(_adaptive_max_pool3d, 3)
 
 
 def _forward(row: spec.Layer, layer: Callable[..., Any], dims: int) -> Callable[..., Any]:
-    names = ("kernel_size", "stride", "padding", "dilation", "ceil_mode", "return_indices")
-    of_module = by_attributes(row, "max_pool", dims, *names, casts=dims == 3)  # (as _wide_on_cpu)
+    of_module = by_attributes(row, "max_pool", dims, *_OPTIONS, casts=dims == 3)  # _wide_on_cpu
 
     def forward(self: Any, input: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         if (y := of_module(self, input)) is not None:
             return y
-        return layer(input, **{name: getattr(self, name) for name in names})  # type: ignore[no-any-return]
+        return layer(input, **{name: getattr(self, name) for name in _OPTIONS})  # type: ignore[no-any-return]
 
     return forward
 

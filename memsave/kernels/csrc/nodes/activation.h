@@ -114,7 +114,7 @@ struct Slopes {
             arguments.add((int32_t)inner);
             arguments.add((int32_t)count);
         }
-        arguments.run(kernel, x, (x.numel() + BITS_OF_PROGRAM - 1) / BITS_OF_PROGRAM);
+        arguments.run(kernel, x, programs_of(x));
     }
 };
 
@@ -142,6 +142,7 @@ PyObject *prelu(PyObject *, PyObject *const *args, Py_ssize_t count) {
 }
 
 Tensor prelu_backward(AutogradContext *ctx, const Tensor &g) {
+    if (is_cuda(g) && is_constant(g) && !is_aligned(g)) return prelu_backward(ctx, g.clone());
     const auto kept = ctx->get_saved_variables();
     const Tensor &weight = kept[0], &bits = kept[1];
     const Slopes slopes = {ctx->saved_data.at("inner").toInt(), weight.numel()};
@@ -150,10 +151,8 @@ Tensor prelu_backward(AutogradContext *ctx, const Tensor &g) {
                       weight.is_contiguous() && is_aligned(weight) && weight.scalar_type() == g.scalar_type();
     if (fits) {
         at::AutoDispatchBelowADInplaceOrView guard;
-        const bool in_order = g.strides() == stride && is_aligned(g);
-        const Tensor from = in_order ? g : memory_like(g, stride).copy_(g);
-        if (const Kernel *kernel = slopes.kernel(from, false)) {
-            const Tensor dx = in_order ? memory_for(g) : from;
+        if (const Kernel *kernel = slopes.kernel(g, false)) {
+            const auto [from, dx] = in_order(g, stride);
             slopes.run(*kernel, from, dx, bits, weight);
             return dx;
         }

@@ -47,7 +47,7 @@ PyObject *avg_pool(PyObject *, PyObject *const *args, Py_ssize_t count) {
 
 Tensor avg_pool_backward(AutogradContext *ctx, const Tensor &g) {
     ctx->get_saved_variables(); /* none; but a second time is an error, as in stock */
-    const auto options = numbers_of(ctx, "options");
+    const auto options = options_of(ctx);
     const bool flat = options[3] == 1;
     const size_t first = 5, dims = flat ? 2 : options[3];
     const auto by = [&](int k) { return at::IntArrayRef(options).slice(first + k * dims, dims); };

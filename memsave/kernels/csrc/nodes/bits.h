@@ -7,6 +7,9 @@
 
 namespace {
 
+/* Of a loop over bits. */
+int64_t programs_of(const Tensor &x) { return (x.numel() + BITS_OF_PROGRAM - 1) / BITS_OF_PROGRAM; }
+
 void run(const Kernel &kernel, const Tensor &x, const Tensor &y, const Tensor &bits, double a, double b) {
     Arguments arguments;
     arguments.read(x);
@@ -15,7 +18,7 @@ void run(const Kernel &kernel, const Tensor &x, const Tensor &y, const Tensor &b
     arguments.add((int32_t)x.numel());
     arguments.add((float)a);
     arguments.add((float)b);
-    if (x.numel()) arguments.run(kernel, x, (x.numel() + BITS_OF_PROGRAM - 1) / BITS_OF_PROGRAM);
+    if (x.numel()) arguments.run(kernel, x, programs_of(x));
 }
 
 const Kernel *to_bits(const Tensor &x, int64_t kind, bool writes) {
@@ -49,10 +52,9 @@ Tensor from_bits(Family family, const Tensor &g, const Tensor &bits, at::IntArra
         return family == PART ? selected * a : selected;
     }
     at::AutoDispatchBelowADInplaceOrView guard;
-    const bool in_order = g.strides() == stride;
-    const Tensor dx = in_order ? memory_for(g) : memory_like(g, stride).copy_(g);
-    if (kernel) run(*kernel, in_order ? g : dx, dx, bits, a, b);
-    else run(loop_for(family_of[family], g.scalar_type()), in_order ? g : dx, dx, bits, a, b);
+    const auto [from, dx] = in_order(g, stride);
+    if (kernel) run(*kernel, from, dx, bits, a, b);
+    else run(loop_for(family_of[family], g.scalar_type()), from, dx, bits, a, b);
     return dx;
 }
 

@@ -96,7 +96,7 @@ PyObject *convolution_of(PyObject *, PyObject *const *args, Py_ssize_t count) {
 
 Tensor convolution_backward(AutogradContext *ctx, const Tensor &given) {
     const Tensor weight = ctx->get_saved_variables()[0];
-    const auto options = numbers_of(ctx, "options");
+    const auto options = options_of(ctx);
     const size_t first = 3, dims = (options.size() - first - 2) / 5;
     const auto by = [&](Sizes one) { return at::IntArrayRef(options).slice(first + one * dims, dims); };
     const at::DimVector shape(at::IntArrayRef(options).slice(first + 4 * dims)), zeros(dims, 0);

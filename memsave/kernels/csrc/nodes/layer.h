@@ -43,10 +43,10 @@ struct Layer : Function<Layer> {
 
 /* What a node remembers, in one list. */
 using Numbers = c10::SmallVector<int64_t, 24>;
-Numbers numbers_of(AutogradContext *ctx, const char *name) {
-    Numbers numbers;
-    for (const int64_t number : ctx->saved_data.at(name).toIntList()) numbers.push_back(number);
-    return numbers;
+Numbers options_of(AutogradContext *ctx) {
+    Numbers options;
+    for (const int64_t option : ctx->saved_data.at("options").toIntList()) options.push_back(option);
+    return options;
 }
 
 /* Of x, as a node remembers it. */

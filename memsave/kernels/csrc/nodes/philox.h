@@ -78,7 +78,7 @@ Dropped drop(const Tensor &x, double p, int64_t most) {
     arguments.add((int64_t)state.seed_.val);
     arguments.add((int64_t)state.offset_.val / FOUR);
     arguments.add((int32_t)threads);
-    arguments.run(*kernel, x, (x.numel() + BITS_OF_PROGRAM - 1) / BITS_OF_PROGRAM);
+    arguments.run(*kernel, x, programs_of(x));
     return dropped;
 }
 

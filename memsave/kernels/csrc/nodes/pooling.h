@@ -253,7 +253,7 @@ struct Windows {
 Tensor max_pool_backward(AutogradContext *ctx, const Tensor &g) {
     const auto kept = ctx->get_saved_variables();
     const Tensor &offsets = kept[0];
-    const auto options = numbers_of(ctx, "options");
+    const auto options = options_of(ctx);
     const int64_t dims = options[0];
     const auto format = (at::MemoryFormat)options[1];
     Window window;
