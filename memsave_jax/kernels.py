@@ -7,13 +7,14 @@ packed where it lies.
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+
+from ._xla import on_gpu
 
 #: Unsigned integers by their bits, for the smallest that hold an index.
 OFFSET = {8: jnp.uint8, 16: jnp.uint16, 32: jnp.uint32}
@@ -53,11 +54,15 @@ def pack(booleans: Array) -> Array:
     return jnp.sum(bits << _bit_positions(bits.ndim), axis=-1, dtype=jnp.uint8)
 
 
-def pack_by_slices(booleans: Array) -> Array:
-    """The same, which XLA leaves apart from what makes the booleans."""
-    padded = _in_bytes(booleans)
-    bits = [padded[..., k::8].astype(jnp.uint8) << jnp.uint8(k) for k in range(8)]
-    return functools.reduce(jnp.bitwise_or, bits)
+def with_bits(booleans: Array) -> tuple[Array, Array]:
+    """The same, for the output to be computed from, and packed.
+
+    On a GPU, XLA makes one kernel of the output and of the sum in :func:`pack`. Elsewhere these are
+    two loops: it would compute (or draw) the booleans for each, and may put off the packing, and
+    what they are computed from lives until then. So there the output goes by the bits.
+    """
+    bits = pack(booleans)
+    return booleans if on_gpu() else unpack(bits, booleans.shape), bits
 
 
 def _in_bytes(booleans: Array) -> Array:

@@ -15,8 +15,9 @@ from jax import Array, lax
 from memsave import spec
 from memsave.spec import Layer
 
+from .._xla import on_gpu
 from ..function import Function, Grads, Mask, Saved, Shapes, define, is_number
-from ..kernels import pack, unpack
+from ..kernels import unpack, with_bits
 
 
 def _same(x: Array, **options: Any) -> Array:
@@ -35,11 +36,12 @@ def _selecting(
 
     def fwd(wrt: Mask, x: Array, **options: Any) -> tuple[Array, dict[str, Array]]:
         x = jnp.asarray(x)
-        bits = pack(passes(x, **options))
-        # y is computed from the bits. Otherwise XLA may put off the packing, and x lives until
-        # then. (Elsewhere y is a bound or nan, and, as in stock, constant.)
-        constant = lax.stop_gradient(primal(x, **options))
-        return jnp.where(unpack(bits, x.shape), through(x, **options), constant), {extra: bits}
+        y = primal(x, **options)
+        chosen, bits = with_bits(passes(x, **options))
+        if not on_gpu():  # (where a product may compute y as it reads it, if it is as simple)
+            # What is not chosen is a bound or nan, and, as in stock, constant.
+            y = jnp.where(chosen, through(x, **options), lax.stop_gradient(y))
+        return y, {extra: bits}
 
     def bwd(g: Array, wrt: Mask, saved: Saved, shapes: Shapes, **options: Any) -> Grads:
         return {"x": jnp.where(unpack(saved[extra], g.shape), scaled(g), jnp.zeros_like(g))}
@@ -111,9 +113,8 @@ def _leaky_relu_fwd(
     wrt: Mask, x: Array, *, negative_slope: float = 0.01
 ) -> tuple[Array, dict[str, Array]]:
     x = jnp.asarray(x)
-    positive = pack(x >= 0)
-    y = jnp.where(unpack(positive, x.shape), x, negative_slope * x)
-    return y, {"positive": positive}
+    positive, bits = with_bits(x >= 0)
+    return jnp.where(positive, x, negative_slope * x), {"positive": bits}
 
 
 def _leaky_relu_bwd(
@@ -138,9 +139,8 @@ def _prelu_primal(x: Array, weight: Array) -> Array:
 
 
 def _prelu_fwd(wrt: Mask, x: Array, weight: Array) -> tuple[Array, dict[str, Array]]:
-    positive = pack(x >= 0)
-    y = jnp.where(unpack(positive, x.shape), x, _slopes(x, weight) * x)
-    return y, {"positive": positive}
+    positive, bits = with_bits(x >= 0)
+    return jnp.where(positive, x, _slopes(x, weight) * x), {"positive": bits}
 
 
 def _prelu_bwd(

@@ -6,34 +6,28 @@ From the input, backward computes again what else it needs, element by element.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
 from memsave import spec
 from memsave.spec import Layer
 
+from .._xla import as_kept
 from ..function import Function, Grads, Mask, Saved, Shapes, define, is_number
 
 SELU_SCALE, SELU_ALPHA = 1.0507009873554804934193349852946, 1.6732632423543772848170429916717
 
 
-def as_kept(array: Array) -> Array:
-    """Behind a barrier: XLA does not see what it was computed from, nor what else was, from it.
-
-    It could keep these as well, or instead.
-    """
-    return lax.optimization_barrier(array)
-
-
-def _from_input(row: Layer, primal: Function) -> Function:
-    """The gradient is stock's, of the input."""
+def _from_input(row: Layer, primal: Function, effort: int | Callable[..., int] = 1) -> Function:
+    """The gradient is stock's, of the input. (Of ``effort``, see :func:`as_kept`.)"""
 
     def bwd(g: Array, wrt: Mask, saved: Saved, shapes: Shapes, **options: Any) -> Grads:
-        x = as_kept(saved["x"])
+        x = as_kept(saved["x"], effort if isinstance(effort, int) else effort(**options))
         return {"x": jax.vjp(partial(primal, **options), x)[1](g)[0]}
 
     return define(row, primal, bwd)
@@ -73,6 +67,10 @@ def _softplus_primal(x: Array, *, beta: float = 1.0, threshold: float = math.inf
 
 def gelu_primal(x: Array, *, approximate: str = "tanh") -> Array:
     return jax.nn.gelu(x, approximate=approximate == "tanh")
+
+
+def _gelu_effort(*, approximate: str = "tanh") -> int:
+    return 2 if approximate == "tanh" else 3
 
 
 def _tanhshrink_primal(x: Array) -> Array:
@@ -129,13 +127,13 @@ _logsigmoid = _from_input(spec.LOGSIGMOID, jax.nn.log_sigmoid)
 _logsigmoid_from_output = _from_output(
     spec.LOGSIGMOID_FROM_OUTPUT, jax.nn.log_sigmoid, lambda g, y: g * -jnp.expm1(y)
 )
-_gelu = _from_input(spec.GELU, gelu_primal)
+_gelu = _from_input(spec.GELU, gelu_primal, _gelu_effort)
 _silu = _from_input(spec.SILU, jax.nn.silu)
-_mish = _from_input(spec.MISH, jax.nn.mish)
-_hardswish = _from_input(spec.HARDSWISH, jax.nn.hard_swish)
+_mish = _from_input(spec.MISH, jax.nn.mish, 3)
+_hardswish = _from_input(spec.HARDSWISH, jax.nn.hard_swish, 0)
 _tanhshrink = _from_input(spec.TANHSHRINK, _tanhshrink_primal)
-_softsign = _from_input(spec.SOFTSIGN, jax.nn.soft_sign)
-_glu = _from_input(spec.GLU, _glu_primal)
+_softsign = _from_input(spec.SOFTSIGN, jax.nn.soft_sign, 0)
+_glu = _from_input(spec.GLU, _glu_primal, -1)  # (its halves would be kept apart)
 
 
 def sigmoid(x: Array) -> Array:

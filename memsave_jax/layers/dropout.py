@@ -16,7 +16,7 @@ from jax import Array, lax
 from memsave import spec
 
 from ..function import Grads, Mask, Saved, Shapes, define
-from ..kernels import pack, pack_by_slices, unpack
+from ..kernels import pack, unpack, with_bits
 
 
 def _drawn(like: Array, key: Any, p: float, broadcast_dims: Sequence[int] = ()) -> Array:
@@ -29,17 +29,6 @@ def _drawn(like: Array, key: Any, p: float, broadcast_dims: Sequence[int] = ()) 
 
 def _kept(like: Array, key: Any, p: float, broadcast_dims: Sequence[int] = ()) -> Array:
     return jnp.broadcast_to(_drawn(like, key, p, broadcast_dims), like.shape)
-
-
-def _with_bits(kept: Array) -> tuple[Array, Array]:
-    """What is drawn, for the output, and its bits. On a GPU, XLA makes one loop of drawing and the
-    output; one of drawing and the sum in :func:`pack` would be slow. Elsewhere it would draw for
-    each of the two, so there the output goes by the bits.
-    """
-    if jax.default_backend() == "gpu":
-        return kept, pack_by_slices(kept)
-    bits = pack(kept)
-    return unpack(bits, kept.shape), bits
 
 
 def _apply(x: Array, kept: Array, p: float) -> Array:
@@ -56,7 +45,7 @@ def _primal(x: Array, *, key: Any, p: float, broadcast_dims: Sequence[int] = ())
 
 
 def _fwd(wrt: Mask, x: Array, *, key: Any, p: float) -> tuple[Array, dict[str, Array]]:
-    kept, bits = _with_bits(_kept(x, key, p))
+    kept, bits = with_bits(_kept(x, key, p))
     return _apply(x, kept, p), {"kept": bits}
 
 
@@ -132,7 +121,7 @@ def _primal_alpha(x: Array, *, key: Any, p: float) -> Array:
 
 
 def _fwd_alpha(wrt: Mask, x: Array, *, key: Any, p: float) -> tuple[Array, dict[str, Array]]:
-    kept, bits = _with_bits(_kept(x, key, p))
+    kept, bits = with_bits(_kept(x, key, p))
     return _apply_alpha(x, kept, p), {"kept": bits}
 
 

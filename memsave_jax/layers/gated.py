@@ -10,23 +10,24 @@ from jax import Array
 from memsave import spec
 from memsave.spec import Layer
 
+from .._xla import as_kept
 from ..function import Function, Grads, Mask, Saved, Shapes, define
-from .curve import as_kept, gelu_primal
+from .curve import gelu_primal
 
 
-def _gated(row: Layer, activation: Function) -> Function:
+def _gated(row: Layer, activation: Function, effort: int) -> Function:
     def primal(gate: Array, up: Array, **options: Any) -> Array:
         return activation(gate, **options) * up
 
     def bwd(g: Array, wrt: Mask, saved: Saved, shapes: Shapes, **options: Any) -> Grads:
-        gate = as_kept(saved["gate"])
+        gate = as_kept(saved["gate"], effort)
         grads = {}
         if "gate" in wrt:
-            up = as_kept(saved["up"])
+            up = as_kept(saved["up"], effort)
             (grads["gate"],) = jax.vjp(lambda gate: primal(gate, up, **options), gate)[1](g)
         if "up" in wrt:
             # Another barrier, or f(gate) would have two readers and be written out early.
-            same = as_kept(gate)
+            same = as_kept(gate, effort)
             transpose = jax.linear_transpose(lambda up: primal(same, up, **options), shapes["up"])
             (grads["up"],) = transpose(g)
         return grads
@@ -34,8 +35,8 @@ def _gated(row: Layer, activation: Function) -> Function:
     return define(row, primal, bwd)
 
 
-_swiglu = _gated(spec.SWIGLU, jax.nn.silu)
-_geglu = _gated(spec.GEGLU, gelu_primal)
+_swiglu = _gated(spec.SWIGLU, jax.nn.silu, effort=1)
+_geglu = _gated(spec.GEGLU, gelu_primal, effort=3)
 
 
 def swiglu(gate: Array, up: Array) -> Array:

@@ -14,6 +14,7 @@ from jax import Array, lax
 
 from memsave import spec
 
+from .._xla import as_kept
 from ..function import Grads, Mask, Saved, Shapes, define
 
 
@@ -25,8 +26,8 @@ def _normalized(x: Array, dtype: Any) -> tuple[Array, Array]:
 
 
 def _softmax(saved: Saved, dtype: Any) -> Array:
-    # Behind a barrier, as otherwise XLA may keep what forward has computed of the logits.
-    x, log_sum = _normalized(lax.optimization_barrier(saved["x"]), dtype)
+    # (Otherwise XLA may keep what forward has computed of the logits.)
+    x, log_sum = _normalized(as_kept(saved["x"], effort=3), dtype)
     return jnp.exp(x - log_sum)
 
 

@@ -22,6 +22,7 @@ from jax import Array, lax
 from memsave import spec
 from memsave.spec import Layer
 
+from .._xla import as_kept
 from ..function import Function, Grads, Mask, Saved, Shapes, define
 from .batch_norm import is_clipped, squared, wide
 from .shape import as_tuple
@@ -193,7 +194,7 @@ def _gradients_from_output(
 ) -> Grads:
     """Of ``x`` and the weight, by ``y``."""
     grads = {}
-    y = lax.optimization_barrier(saved["y"]).astype(g.dtype).reshape(view.shape)
+    y = as_kept(saved["y"], effort=2).astype(g.dtype).reshape(view.shape)
     if centers and saved["bias"] is not None:
         y = y - view.parameter(saved["bias"])
     weight = 1.0 if saved["weight"] is None else view.parameter(saved["weight"])
@@ -205,7 +206,7 @@ def _gradients_from_output(
         sum_of = view.total if centers else partial(view.correlation, vector=None)
         correlation, g = sum_of(g * y), g * weight
         # If the passes are one program, XLA:CPU would write rstd out at full size for both.
-        rstd = view.spread(lax.optimization_barrier(saved["rstd"]))
+        rstd = view.spread(as_kept(saved["rstd"], effort=1))
         if centers and fast:
             correlation = jnp.where(is_clipped(rstd, eps), 0, correlation)
         dx = g - correlation / view.size * y / weight
