@@ -41,6 +41,7 @@ EXPERIMENTS = (
     "flax_scenarios",
     "flax_layers",
     "flax_rows",
+    "flax_programs",
     "flax_freezing",
 )
 README = Path(__file__).parents[1] / "README.md"

@@ -182,10 +182,14 @@ class Step:
         """Of the loss, and of its gradient."""
         return self.wanted, self.rest, self.data
 
+    @property
+    def gradient(self) -> Callable[..., Any]:
+        """The loss and its gradients, of the arguments."""
+        return jax.value_and_grad(self.loss, has_aux=True)
+
     def compiled(self) -> Any:
-        """The loss and its gradients, compiled."""
-        step = jax.value_and_grad(self.loss, has_aux=True)
-        return jax.jit(step).lower(*self.arguments()).compile()
+        """The same, compiled."""
+        return jax.jit(self.gradient).lower(*self.arguments()).compile()
 
     def kept(self) -> int:
         """Bytes that an eager backward would find kept."""

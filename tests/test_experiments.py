@@ -4,15 +4,19 @@ import dataclasses
 import json
 from functools import partial
 
+import jax
 import jax.numpy as jnp
 import pytest
 import torch
+from jax.experimental import topologies
 from torch import nn
 
 import memsave
 from experiments import (
     __main__ as command_line,
     counting,
+    flax_programs,
+    hlo,
     layer_times,
     measure,
     paper,
@@ -21,6 +25,7 @@ from experiments import (
 from experiments.harness import SIZES
 from experiments.results import Record
 from memsave import kernels
+from memsave_jax import _xla
 
 
 @pytest.mark.filterwarnings("ignore:.*profiler")
@@ -175,6 +180,58 @@ def test_cases_are_told_apart_by_what_the_results_hold(name):
     assert len(set(cases)) == len(cases)
     for case in cases:
         assert experiment.case(**json.loads(json.dumps(dataclasses.asdict(case)))) == case
+
+
+def test_programs_are_counted():
+    text = """
+HloModule jit_f
+
+%fused (p: f32[8,4]) -> f32[8,4] {
+  ROOT %n = f32[8,4]{1,0} negate(%p)
+}
+
+ENTRY %main (x: f32[8,4]) -> (f32[8,4], pred[8]) {
+  %x = f32[8,4]{1,0} parameter(0), sharding={replicated}
+  %zero = bf16[] constant(0)
+  %kernel.1 = (f32[8,4]{1,0}, pred[8]{0}) fusion(%x, %x, /*index=2*/%zero), calls=%fused
+  %first = f32[8,4]{1,0} get-tuple-element(%kernel.1), index=0
+  %copy = u4[8,4]{1,0} copy(%first), metadata={op_name="f(x)"}
+  ROOT %both = (f32[8,4]{1,0}, u8[8]{0}) tuple(%first, %copy)
+}
+"""
+    assert [*hlo.instructions(text)] == [("fusion", 128 + 2 + 128 + 8), ("copy", 128 + 16)]
+
+
+def test_programs_are_compiled_as_for_their_target(monkeypatch):
+    x = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    program = hlo.compiled(lambda x: jnp.sin(x) @ jnp.cos(x), x)
+    assert program.temp_bytes >= 64 * 64 * 4
+    assert program.moved_bytes >= 3 * 64 * 64 * 4
+    assert 2 <= program.kernels <= 4
+    with hlo._as_on("gpu"):
+        assert _xla.on_gpu()
+    assert not _xla.on_gpu()
+    monkeypatch.setattr(topologies, "get_topology_desc", lambda *_, **__: 1 / 0)
+    with pytest.raises(RuntimeError, match="takes JAX's plug-in for CUDA"):
+        hlo.compiled(jnp.sin, x, target="h100")
+
+
+@pytest.mark.parametrize(
+    ("net", "layer", "dtype"),
+    [
+        ("CNN, BN train", "hard_silu", "float32"),
+        ("CNN, BN train", "silu", "bfloat16"),
+        ("CNN, BN eval", "relu", "float32"),
+        ("CNN, BN eval", "max_pool", "float32"),
+        ("MLP", "gelu", "bfloat16"),
+        ("MLP", "swiglu", "float32"),
+        ("MLP", "layer_norm", "float32"),
+    ],
+)
+def test_programs_keep_less_than_those_of_stock(net, layer, dtype):
+    case = flax_programs.Case(net, layer, dtype, "input", 64, "cpu")
+    programs = flax_programs.measure(case)
+    assert programs["memsave_jax"]["temp_bytes"] < 0.95 * programs["stock"]["temp_bytes"]
 
 
 def test_every_layer_can_be_timed():

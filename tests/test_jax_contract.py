@@ -892,6 +892,34 @@ def test_bits_where_there_is_a_gpu(
     assert unpacked[0] == unpacked[1] + 1
 
 
+@pytest.mark.parametrize(
+    ("layer", "dtype", "behind_barrier_on"),
+    [
+        (F.hard_silu, "float32", ""),
+        (F.hard_silu, "bfloat16", "cpu"),
+        (F.silu, "bfloat16", "cpu"),
+        (F.gelu, "float32", "cpu"),
+        (F.gelu, "bfloat16", "cpu gpu"),
+        (lambda x: F.gelu(x, approximate=False), "float32", "cpu gpu"),
+        (F.mish, "float32", "cpu gpu"),
+        (lambda x: F.glu(x), "bfloat16", ""),
+        (lambda x: F.swiglu(x, x), "bfloat16", "cpu"),
+        (lambda x: F.geglu(x, x), "float32", "cpu gpu"),
+        (lambda x: F.layer_norm_from_output(x), "float32", "cpu"),
+    ],
+    ids=str,
+)
+def test_xla_is_told_what_to_keep_where_it_would_keep_more(
+    layer: Function, dtype: str, behind_barrier_on: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for backend in ("cpu", "gpu"):
+        monkeypatch.setattr(jax, "default_backend", lambda backend=backend: backend)
+        jax.clear_caches()
+        step = jax.grad(lambda x: layer(x).sum().astype(jnp.float32))
+        program = str(jax.make_jaxpr(step)(jnp.ones((4, 8), dtype)))
+        assert ("optimization_barrier" in program) == (backend in behind_barrier_on.split())
+
+
 def test_dropouts_that_flax_does_not_have() -> None:
     x, key = jnp.ones((64, 3, 16)), jax.random.key(0)
     y = F.feature_dropout(x, 0.25, key)
