@@ -13,7 +13,9 @@ from jax import Array, lax
 
 def on_gpu() -> bool:
     """Whether programs are compiled for a GPU, as far as can be told where they are traced."""
-    return jax.default_backend() == "gpu"
+    device = jax.default_device.value  # a device, or the name of a platform
+    platform = getattr(device, "platform", device) or jax.default_backend()
+    return platform in ("gpu", "cuda", "rocm")
 
 
 def as_kept(array: Array, effort: int) -> Array:

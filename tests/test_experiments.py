@@ -210,6 +210,10 @@ def test_programs_are_compiled_as_for_their_target(monkeypatch):
     assert 2 <= program.kernels <= 4
     with hlo._as_on("gpu"):
         assert _xla.on_gpu()
+        with jax.default_device(jax.devices("cpu")[0]):
+            assert not _xla.on_gpu()
+        with jax.default_device("cpu"):
+            assert not _xla.on_gpu()
     assert not _xla.on_gpu()
     monkeypatch.setattr(topologies, "get_topology_desc", lambda *_, **__: 1 / 0)
     with pytest.raises(RuntimeError, match="takes JAX's plug-in for CUDA"):
