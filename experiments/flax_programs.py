@@ -176,7 +176,9 @@ def _line(record: Record[Case]) -> Iterator[str]:
 
 
 def summary(records: Sequence[Record[Case]]) -> str:
-    """Ratios to stock: of models by scenario, of nets the range over layers."""
+    """Ratios to stock: of models by scenario, of nets the range over layers. (Of a CPU the
+    temporaries alone, as what its loops read may be small, and stay in a cache.)
+    """
     lines = []
     for net in dict.fromkeys(record.case.net for record in records):
         own = [record for record in records if record.case.net == net]
@@ -185,13 +187,13 @@ def summary(records: Sequence[Record[Case]]) -> str:
             key = (record.case.wanted, record.case.dtype if net in LAYERS else "")
             groups.setdefault(key, []).append(record)
         lines += [(net, *key, *_ranges(group)) for key, group in groups.items()]
-    return table(
-        ("net", "gradients wanted", "dtype", "temporaries", "bytes moved", "kernels"), lines
-    )
+    head = ("net", "gradients wanted", "dtype", "temporaries", "bytes moved", "kernels")
+    return table(head[: len(lines[0])], lines)
 
 
 def _ranges(records: Sequence[Record[Case]]) -> Iterator[str]:
-    for what in ("temp_bytes", "moved_bytes", "kernels"):
+    shown = 1 if records[0].case.target == "cpu" else 3
+    for what in ("temp_bytes", "moved_bytes", "kernels")[:shown]:
         ratios = sorted(_ratio(record, what) for record in records)
         ends = dict.fromkeys(f"{ratio:.3f}" for ratio in (ratios[0], ratios[-1]))
         yield " to ".join(ends)

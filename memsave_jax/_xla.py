@@ -28,7 +28,7 @@ def as_kept(array: Array, effort: int) -> Array:
 
     Args:
         array: As it was kept.
-        effort: 0: arithmetic alone; 1: one exponential, or its like; 2, 3: more; -1: no barrier.
+        effort: 0: arithmetic alone; 1: one exponential, or its like; 2, 3: more.
     """
     most = 2 if on_gpu() else 0
     if effort + (array.dtype.itemsize < 4) <= most:

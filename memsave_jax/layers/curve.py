@@ -133,7 +133,7 @@ _mish = _from_input(spec.MISH, jax.nn.mish, 3)
 _hardswish = _from_input(spec.HARDSWISH, jax.nn.hard_swish, 0)
 _tanhshrink = _from_input(spec.TANHSHRINK, _tanhshrink_primal)
 _softsign = _from_input(spec.SOFTSIGN, jax.nn.soft_sign, 0)
-_glu = _from_input(spec.GLU, _glu_primal, -1)  # (its halves would be kept apart)
+_glu = _from_input(spec.GLU, _glu_primal)
 
 
 def sigmoid(x: Array) -> Array:
