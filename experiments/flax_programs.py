@@ -9,6 +9,7 @@ temporaries: how many loops there are says little.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -39,6 +40,7 @@ LAYERS = {
 }
 DTYPES = ("float32", "bfloat16")
 WANTED = ("input", "all")
+NAMES = ("stock", "memsave_jax")
 BLOCKS = 3
 
 
@@ -69,14 +71,16 @@ class Case:
 def cases(config: Config) -> Iterator[Case]:
     """By net and layer. A model has a scenario, and its own dtype and width."""
     for net in config.nets:
-        of_model = flax_scenarios.MODELS[net].scenarios if net not in LAYERS else ()
-        for scenario in of_model:
-            if not config.layers or scenario.name in config.layers:
-                yield Case(net, scenario.name, "float32", scenario.name, 0, config.target)
-        for layer in LAYERS.get(net, ()):
-            for dtype in config.dtypes if not config.layers or layer in config.layers else ():
-                for wanted in config.wanted:
-                    yield Case(net, layer, dtype, wanted, config.width, config.target)
+        is_model = net not in LAYERS
+        names = [s.name for s in flax_scenarios.MODELS[net].scenarios] if is_model else LAYERS[net]
+        for name in names:
+            if config.layers and name not in config.layers:
+                continue
+            if is_model:
+                yield Case(net, name, "float32", name, 0, config.target)
+                continue
+            for dtype, wanted in itertools.product(config.dtypes, config.wanted):
+                yield Case(net, name, dtype, wanted, config.width, config.target)
 
 
 def _layer(name: str, x: Array, vector: Array, key: Array) -> Array:
@@ -145,6 +149,7 @@ def measure(case: Case) -> dict[str, Any]:
         return {
             name: asdict(hlo.compiled(step.gradient, *step.arguments(), target=case.target))
             for name, step in steps.items()
+            if name in NAMES
         }
     with using("stock"):
         stock = _net(case)
@@ -167,7 +172,7 @@ def show(records: Sequence[Record[Case]]) -> str:
 
 
 def _line(record: Record[Case]) -> Iterator[str]:
-    case, programs = record.case, [record.figures[name] for name in ("stock", "memsave_jax")]
+    case, programs = record.case, [record.figures[name] for name in NAMES]
     yield from (case.net, case.layer, case.dtype, case.wanted if case.net in LAYERS else "")
     yield from (mib(program["temp_bytes"]) for program in programs)
     yield f"{_ratio(record, 'temp_bytes'):.3f}"

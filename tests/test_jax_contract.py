@@ -858,19 +858,21 @@ def test_cross_entropy_in_another_dtype(form: str) -> None:
     assert dx.dtype == jnp.bfloat16
 
 
-def _drawing(dropout: Function) -> Function:
-    return lambda x: dropout(x, 0.3, jax.random.key(0))
+DROPOUTS = (
+    lambda x: F.dropout(x, 0.3, jax.random.key(0)),
+    lambda x: F.alpha_dropout(x, 0.3, jax.random.key(0)),
+)
 
 
 @pytest.mark.parametrize(
     "layer",
     [
-        *(_drawing(F.dropout), _drawing(F.alpha_dropout), F.relu, F.relu6, F.hard_sigmoid),
+        *(*DROPOUTS, F.relu, F.relu6, F.hard_sigmoid),
         *(F.leaky_relu, lambda x: F.prelu(x, jnp.full(1, 0.3))),
     ],
     ids=["dropout", "alpha_dropout", "relu", "relu6", "hard_sigmoid", "leaky_relu", "prelu"],
 )
-@pytest.mark.parametrize("shape", [(3, 13), (16,), (2, 0)], ids=str)
+@pytest.mark.parametrize("shape", [(3, 13), (16,), (7,), (1, 2, 1), (2, 0)], ids=str)
 def test_bits_where_there_is_a_gpu(
     layer: Function, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -884,8 +886,8 @@ def test_bits_where_there_is_a_gpu(
         unpacked.append(str(traced.jaxpr).count("shift_right_logical"))
         made.append((y, pull(jnp.cos(x)), [a for a in jax.tree.leaves(pull) if a.dtype == "uint8"]))
     jax.tree.map(np.testing.assert_array_equal, made[0], made[1])
-    assert len(made[0][2]) == 1 or not x.size
-    assert unpacked[0] == unpacked[1] + 1 or not x.size
+    assert len(made[0][2]) == (x.size > 0 or layer in DROPOUTS)  # of nothing JAX keeps nothing
+    assert unpacked[0] == unpacked[1] + 1
 
 
 @pytest.mark.parametrize(
