@@ -385,10 +385,10 @@ from memsave.kernels.nodes import _nodes as of
 
 HALF, FLOAT, DOUBLE, BOOL, BFLOAT16 = 5, 6, 7, 11, 15
 LOOPS = (of.TO_BITS, of.FROM_BITS, of.MAX_POOLING, of.UNPOOLING, of.NORM_OF_ROWS)
-LOOPS += (of.WEIGHTS_OF_ROWS, of.LOSS_OF_ROWS, of.DROPPING, of.SLOPING)
+LOOPS += (of.WEIGHTS_OF_ROWS, of.LOSS_OF_ROWS, of.DROPPING, of.SLOPING, of.SCALING_CHANNELS)
 assert len(LOOPS) == len(cuda.SOURCES)
 sources = (cuda.SOURCES[loop] for loop in LOOPS)
-to_bits, from_bits, max_pool, unpool, norm, weigh, loss, drop, slope = sources
+to_bits, from_bits, max_pool, unpool, norm, weigh, loss, drop, slope, scale = sources
 WINDOWS = (1, 3, 3, 1, 2, 2, 0, 1, 1, 1, 1, 2)
 KINDS = {"i32": "u32", "i64": "u64", "fp32": "f32"}
 # In the order of csrc/nodes.
@@ -405,6 +405,7 @@ PASSED = {
     "cross_entropy": ["x", "target", "g", "weight", "sums", "dx", "rows", "classes", "places"]
     + ["ignored", "parts", "smoothing"],
     "prelu": ["x", "y", "bits", "weight", "size", "inner", "count"],
+    "scale_channels": ["x", "y", "bits", "size", "inner", "channels", "factor"],
     "dropout": ["x", "y", "bits", "size", "keep", "scale", "seed", "offset", "threads"],
 }
 
@@ -427,8 +428,7 @@ def check(name, types, constants, even, warps):
 assert of.BITS_OF_PROGRAM == 8 * cuda.BYTES
 assert (of.POOLED_BY_PROGRAM, of.ELEMENTS_OF_PROGRAM) == (cuda.POOLED, cuda.ELEMENTS)
 assert (of.BYTES_OF_ROW, of.PROGRAMS_OF_NORM) == (cuda.BYTES_OF_ROW, cuda.PROGRAMS)
-numbers = {"hardsigmoid": of.HARDSIGMOID, "nonzero": of.NONZERO_BITS}
-numbers |= {"not_inside": of.NOT_INSIDE}
+numbers = {"hardsigmoid": of.HARDSIGMOID, "hardtanh": of.HARDTANH, "nonzero": of.NONZERO_BITS}
 assert {name: cuda.KINDS.index(name) for name in numbers} == numbers
 assert cuda.KINDS[: of.HARDSIGMOID] == ("relu", "leaky_relu")  # which nodes take in any dtype
 # Which it has write.
@@ -436,7 +436,7 @@ assert {*cuda.KINDS[: of.NONZERO_BITS]} == {"relu", "hardsigmoid", *cuda.PIECEWI
 
 for even, kind in product((0, 1), range(len(cuda.KINDS))):
     check(*to_bits(FLOAT, kind, kind < of.NONZERO_BITS, even))
-for dtype, kind in product((HALF, BFLOAT16), range(of.HARDSIGMOID + 1)):
+for dtype, kind in product((HALF, BFLOAT16), range(of.HARDTANH + 1)):
     check(*to_bits(dtype, kind, kind < of.NONZERO_BITS, 1))
 check(*to_bits(BOOL, of.NONZERO_BITS, 0, 1))
 for dtype, kind in product((HALF, FLOAT, BFLOAT16), range(3)):
@@ -446,6 +446,8 @@ for forward, is_one in product((0, 1), (0, 1)):
     check(*slope(DOUBLE if is_one else BFLOAT16, forward, is_one, 1))
 for dtype, vector in ((FLOAT, 4), (HALF, 8), (BFLOAT16, 8)):
     check(*drop(dtype, vector, int(dtype == FLOAT)))
+    for is_last, eights in product((0, 1), (0, 1)):
+        check(*scale(dtype, is_last, eights, int(dtype == FLOAT)))
 for loop, channels, ones in product((max_pool, unpool), (0, 1, 2), ((0, 0), (1, 1), (3, 7))):
     check(*loop(FLOAT, channels, *ones, *WINDOWS))
 for dtype, block in product((FLOAT, DOUBLE, BFLOAT16), (1, 256)):
@@ -509,6 +511,9 @@ def test_piecewise(fast: Any, size: int, dtype: torch.dtype, inplace: bool, name
             low, high = -3.0, 3.0
         elif name == "threshold" and fast.__name__.endswith("cuda"):
             low = round(4 * low) / 4  # (torch rounds it there, and not on CPU.)
+        elif name == "hardtanh" and dtype is torch.bfloat16 and fast.__name__.endswith("cuda"):
+            high = math.ceil(high)  # (Triton's interpreter cuts to bfloat16, where devices round.)
+            low = math.floor(low)
         given = x.clone()
         version = given._version
         found = fast.piecewise(given, inplace, name, low, high)
@@ -631,6 +636,34 @@ def test_prelu_of_triton(shape: tuple[int, ...], dtype: torch.dtype, by: str) ->
             torch.testing.assert_close(actual, expected, equal_nan=True, rtol=1e-2, atol=1e-38)
         else:
             assert same(actual, expected)
+
+
+@pytest.mark.parametrize("shape", [(3, 4), (2, 3, 5, 7), (3, 16, 2, 4, 3)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("is_last", [False, True])
+def test_channels_scaled_by_triton(
+    shape: tuple[int, ...], dtype: torch.dtype, is_last: bool
+) -> None:
+    """Each by the bit of its image and channel; what is dropped by 0, which nan stays."""
+    pytest.importorskip("triton")
+    loops = importlib.import_module("memsave.kernels.triton_loops")
+    x = values(math.prod(shape), dtype, seed=0).view(shape)
+    images, channels, size = shape[0], shape[1], x.numel()
+    kept = torch.arange(images * channels) % 3 > 0
+    bits = pack(kept, Like.of(kept))
+    expected = x * (kept.to(dtype) * 1.25).view(images, channels, *[1] * (len(shape) - 2))
+    if is_last:
+        x, expected = (array.movedim(1, -1).contiguous() for array in (x, expected))
+    inner = size // images if is_last else size // (images * channels)
+    y = torch.empty_like(x)
+    with np.errstate(all="ignore"):
+        grid = (-(-size // 64),)
+        by_eights = (channels if is_last else inner) % 8 == 0
+        loops.scale_channels[grid](x, y, bits, size, inner, channels, 1.25, is_last, by_eights, 8)
+    if dtype is torch.bfloat16:  # which Triton's interpreter cuts, where devices round
+        torch.testing.assert_close(y, expected, equal_nan=True, rtol=1e-2, atol=1e-38)
+    else:
+        assert same(y, expected)
 
 
 @pytest.mark.parametrize("size", SIZES)

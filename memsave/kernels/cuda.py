@@ -31,8 +31,8 @@ from .reference import AS_X, INTEGERS, PIECES, SELECTIONS, TESTS, Like, Rows, Wi
 if find_spec("triton") is None:
     raise ImportError("no triton")
 
-#: Those of :data:`memsave.kernels.reference.PIECES` in which nothing is rounded but a product.
-PIECEWISE = ("hardshrink", "hardtanh", "leaky_relu", "threshold")
+#: Those of :data:`memsave.kernels.reference.PIECES` in which nothing is rounded twice.
+PIECEWISE = ("hardshrink", "hardtanh", "leaky_relu", "softshrink", "threshold")
 #: Dtypes whose numbers a loop of float32 has; float64 has too many for the scalars of Triton.
 NARROW = (torch.float32, torch.bfloat16, torch.float16)
 #: Of bits, by one program.
@@ -130,7 +130,8 @@ def piecewise(
     if name in AS_X and not inplace and not is_as_result(x):
         return None
     are_numbers = {type(low), type(high)} <= {float, int}
-    if x.dtype is torch.float32 and name in PIECEWISE and are_numbers:
+    dtypes = NARROW if name == "hardtanh" else (torch.float32,)
+    if x.dtype in dtypes and name in PIECEWISE and are_numbers:
         return _with_bits(x, inplace, name, low, high)
     if not _has_memory(x, x.stride()):
         return None
@@ -310,13 +311,12 @@ def _are_vectors(
 
 # For csrc/nodes, which launches loops by itself.
 
-#: Of bits, by number: pieces, those in any dtype first; that of booleans; the test of the piece
-#: that torch computes.
+#: Of bits, by number: pieces, those in any dtype first; that of booleans.
 KINDS = (
-    *("relu", "leaky_relu", "hardsigmoid", "hardtanh", "threshold", "hardshrink"),
-    *("nonzero", "not_inside"),
+    *("relu", "leaky_relu", "hardsigmoid", "hardtanh"),
+    *("threshold", "hardshrink", "softshrink"),
+    "nonzero",
 )
-BY_TORCH = ("softshrink",)
 #: What Triton calls an element, by the number that torch has for its dtype.
 ELEMENT = {0: "u8", 5: "fp16", 6: "fp32", 7: "fp64", 11: "u8", 15: "bf16"}
 INTEGER = {5: "i16", 6: "i32", 7: "i64", 15: "i16"}
@@ -486,6 +486,13 @@ def _prelu(dtype: int, forward: int, is_one: int, even: int) -> Source:
     return loop, types, constants, even_ones, warps
 
 
+def _scale_channels(dtype: int, is_last: int, eights: int, even: int) -> Source:
+    flags = {"LAST": bool(is_last), "EIGHTS": bool(eights)}
+    source = _source_of_bits("scale_channels", ELEMENT[dtype], even, **flags)
+    source[1].update({"inner": "i32", "channels": "i32", "factor": "fp32"})
+    return source
+
+
 #: By number.
 SOURCES = (
     _to_bits,
@@ -497,6 +504,7 @@ SOURCES = (
     _cross_entropy,
     _dropping,
     _prelu,
+    _scale_channels,
 )
 
 

@@ -88,10 +88,8 @@ prelu = _nodes.prelu
 LOOPS = {"relu": _native.relu, **native.PIECEWISE}
 #: How a new output is stored.
 OUTPUTS = {name: _nodes.AS_X if name in AS_X else _nodes.AS_RESULT for name in LOOPS}
-#: On CUDA, or -1 where there is none. (Of the last two, the bits: torch computes the output.)
+#: On CUDA, or -1 where there is none.
 KINDS = {name: cuda.KINDS.index(name) if cuda and name in cuda.KINDS else -1 for name in LOOPS}
-if cuda:
-    KINDS |= {name: cuda.KINDS.index(PIECES[name].test(0, 0)[0]) for name in cuda.BY_TORCH}
 
 
 #: ``bernoulli(x, p)``: bits of whether ``torch.empty_like(x).bernoulli_(p)`` would be 1. (No layer,

@@ -33,14 +33,17 @@ def to_bits(
         flag = wide > 0
         w = tl.where(flag, v, (wide * low).to(v.dtype))
     elif KIND == "hardtanh":
-        flag = ((v > low) & (v < high)) | (v != v)
-        w = tl.where(v <= low, low, tl.where(v > high, high, v))
+        flag = ((wide > low) & (wide < high)) | (wide != wide)
+        w = tl.where(wide <= low, low, tl.where(wide > high, high, wide)).to(v.dtype)
     elif KIND == "threshold":
         flag = (v > low) | (v != v)
         w = tl.where(flag, v, high)
     elif KIND == "hardshrink":
         flag = (v < low) | (v > high) | (v != v)
         w = tl.where(flag, v, tl.zeros_like(v))
+    elif KIND == "softshrink":
+        flag = (v < low) | (v > high) | (v != v)
+        w = tl.where(v < low, v - low, tl.where(v > high, v - high, tl.where(flag, v, 0)))
     elif KIND == "hardsigmoid":
         flag = ((wide > low) & (wide < high)) | (wide != wide)
         w = wide - low
@@ -126,6 +129,37 @@ def dropout(
     # What is dropped is multiplied by 0, too: nan stays.
     kept = ((eight[:, None] >> tl.arange(0, 8)[None, :]) & 1).to(tl.float32)
     tl.store(y + element, (v.to(tl.float32) * kept * scale).to(v.dtype), mask=is_element)
+
+
+@triton.jit
+def scale_channels(
+    x,
+    y,
+    bits,
+    size,
+    inner,
+    channels,
+    factor,
+    LAST: tl.constexpr,
+    EIGHTS: tl.constexpr,
+    BYTES: tl.constexpr,
+):
+    """``y``: what of ``x`` is of a channel with a bit, by ``factor``, the rest by 0. A channel has
+    ``inner`` elements one after the other; or is ``LAST``, of images of ``inner`` elements.
+    ``EIGHTS``: eight elements are of one channel, or of eight.
+    """
+    # (For checkers of types, a call from Python, which never returns.)
+    byte, element, _, is_element = _places(size, BYTES)  # type: ignore[misc]
+    place = byte.to(tl.int32)[:, None] * 8 if EIGHTS else element.to(tl.int32)
+    channel = place // inner
+    if LAST:
+        channel = channel * channels + place % channels
+        if EIGHTS:
+            channel += tl.arange(0, 8)[None, :]
+    eight = tl.load(bits + channel // 8, mask=place < size, other=0).to(tl.int32)
+    kept = ((eight >> channel % 8) & 1).to(tl.float32)
+    v = tl.load(x + element, mask=is_element, other=0).to(tl.float32)
+    tl.store(y + element, (v * (kept * factor)).to(x.dtype.element_ty), mask=is_element)
 
 
 @triton.jit

@@ -16,7 +16,7 @@ void to_go_by_bits(Made &made, Family family, double a, double b) {
 }
 
 /* Where the output lies: in new memory, which is stored as torch stores results, or exactly as x; or torch
-   makes it. */
+   makes it, on CPU. */
 enum Output : int64_t { AS_RESULT, AS_X, BY_SOFTSHRINK };
 
 Backward bits_backward;
@@ -40,11 +40,11 @@ PyObject *bits(PyObject *, PyObject *const *args, Py_ssize_t count) {
     Loop *loop = nullptr;
     const Kernel *kernel = nullptr;
     if (x->is_cuda()) {
-        const bool in_any_dtype = kind <= HARDSIGMOID, writes = kind < NONZERO_BITS;
-        if (kind == NOTHING || !has_loops(*x) || (inplace && !writes)) Py_RETURN_NONE;
+        const bool in_any_dtype = kind <= HARDTANH;
+        if (kind == NOTHING || !has_loops(*x)) Py_RETURN_NONE;
         if (!in_any_dtype && x->scalar_type() != at::kFloat) Py_RETURN_NONE;
-        if (kind == HARDSIGMOID && x->scalar_type() == at::kDouble) Py_RETURN_NONE;
-        if (!from_bits(*x, family) || !(kernel = to_bits(*x, kind, writes))) Py_RETURN_NONE;
+        if (kind >= HARDSIGMOID && x->scalar_type() == at::kDouble) Py_RETURN_NONE;
+        if (!from_bits(*x, family) || !(kernel = to_bits(*x, kind, true))) Py_RETURN_NONE;
     } else {
         loop = loop_for(forward, x->scalar_type());
         if (!loop || !loop_for(family_of[family], x->scalar_type())) Py_RETURN_NONE;
@@ -54,7 +54,7 @@ PyObject *bits(PyObject *, PyObject *const *args, Py_ssize_t count) {
     if (also != Py_None && !THPVariable_CheckExact(also)) Py_RETURN_NONE;
     if (output == BY_SOFTSHRINK && inplace) Py_RETURN_NONE;
     compute([&] {
-        if (output == BY_SOFTSHRINK || (kernel && kind == NOT_INSIDE)) made.y = at::softshrink(*x, number[1]);
+        if (output == BY_SOFTSHRINK && !kernel) made.y = at::softshrink(*x, number[1]);
         else made.y = inplace ? *x : output == AS_X ? memory_like(*x) : memory_of_result(*x);
         if (also != Py_None) made.kept.push_back(THPVariable_Unpack(also));
         made.kept.push_back(empty_bits(*x));

@@ -20,10 +20,10 @@ namespace {
 /* Loops of CUDA devices, by their number in cuda.py, which has them compiled: for a device, and by what is
    constant in them. They are launched by the driver, as no header of CUDA is at hand here. */
 enum DeviceLoop : int64_t { TO_BITS, FROM_BITS, MAX_POOLING, UNPOOLING, NORM_OF_ROWS, WEIGHTS_OF_ROWS, LOSS_OF_ROWS,
-                           DROPPING, SLOPING };
-/* Of its kinds of bits: those that are here apart. In any dtype are what comes first, up to hardsigmoid, but
-   that only where a float has all numbers of x. */
-constexpr int64_t NOTHING = -1, HARDSIGMOID = 2, NONZERO_BITS = 6, NOT_INSIDE = 7;
+                           DROPPING, SLOPING, SCALING_CHANNELS };
+/* Of its kinds of bits: those that are here apart. In any dtype are what comes first, up to hardtanh, but from
+   hardsigmoid on only where a float has all numbers of x. */
+constexpr int64_t NOTHING = -1, HARDSIGMOID = 2, HARDTANH = 3, NONZERO_BITS = 7;
 constexpr int64_t BITS_OF_PROGRAM = 2048, POOLED_BY_PROGRAM = 256, ELEMENTS_OF_PROGRAM = 1024;
 constexpr int64_t MOST_PARTS = 64; /* of a sum */
 constexpr int64_t MOST_ELEMENTS = INT32_MAX - BITS_OF_PROGRAM; /* that its indices count */

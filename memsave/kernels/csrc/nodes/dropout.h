@@ -175,6 +175,29 @@ Tensor noise_of(const Tensor &bits, at::IntArrayRef shape, double p, at::ScalarT
     return noise;
 }
 
+/* y, of a CUDA device, as x * noise_of(bits, ...), in one pass; false where there is no loop for it. */
+bool scale_channels(const Tensor &x, const Tensor &y, const Tensor &bits, double p) {
+    using at::MemoryFormat;
+    const bool is_first = x.is_contiguous(), narrow = x.scalar_type() != at::kDouble;
+    const bool is_last = x.is_contiguous(MemoryFormat::ChannelsLast) || x.is_contiguous(MemoryFormat::ChannelsLast3d);
+    if (!narrow || !x.numel() || x.numel() > MOST_ELEMENTS || !(is_first || is_last) || !is_aligned(x)) return false;
+    const int64_t channels = x.size(1), inner = x.numel() / (is_first ? x.size(0) * channels : x.size(0));
+    const auto dtype = (int64_t)x.scalar_type();
+    const bool by_eights = (is_first ? inner : channels) % 8 == 0;
+    const Kernel *kernel = kernel_for(x, {SCALING_CHANNELS, dtype, !is_first, by_eights, is_even(x.numel())});
+    if (!kernel) return false;
+    Arguments arguments;
+    arguments.read(x);
+    arguments.write(y);
+    arguments.read(bits);
+    arguments.add((int32_t)x.numel());
+    arguments.add((int32_t)inner);
+    arguments.add((int32_t)channels);
+    arguments.add((float)factor_of(p, x.scalar_type()));
+    arguments.run(*kernel, x, programs_of(x));
+    return true;
+}
+
 Backward feature_dropout_backward;
 
 PyObject *feature_dropout(PyObject *, PyObject *const *args, Py_ssize_t count) {
@@ -183,9 +206,7 @@ PyObject *feature_dropout(PyObject *, PyObject *const *args, Py_ssize_t count) {
     const Tensor *x = known(args[1]);
     double p;
     if (!x || !numbers(args + 2, &p, 1)) Py_RETURN_NONE;
-    const auto type = x->scalar_type();
-    const bool is_wide = type == at::kFloat || type == at::kDouble;
-    if (!is_wide && !(type == at::kBFloat16 && x->is_cpu())) Py_RETURN_NONE;
+    if (!has_loops(*x) || (x->scalar_type() == at::kHalf && x->is_cpu())) Py_RETURN_NONE;
     const auto shape = channels(*x);
     Made made;
     if (x->is_cuda()) {
@@ -194,10 +215,11 @@ PyObject *feature_dropout(PyObject *, PyObject *const *args, Py_ssize_t count) {
         if (count <= MOST_ELEMENTS) kernel = kernel_for(*x, {TO_BITS, dtype, NONZERO_BITS, 0, is_even(count)});
         if (!kernel) Py_RETURN_NONE;
         compute([&] {
-            const Tensor noise = at::empty(shape, x->options()).bernoulli_(1 - p).div_(1 - p);
-            made.y = *x * noise;
+            const Tensor noise = at::empty(shape, x->options()).bernoulli_(1 - p);
             made.kept = {empty_bits(noise)};
             run(*kernel, noise, noise, made.kept[0], 0, 0);
+            made.y = memory_of_result(*x);
+            if (!scale_channels(*x, made.y, made.kept[0], p)) made.y = *x * noise.div_(1 - p);
         });
     } else {
         compute([&] {
@@ -218,11 +240,8 @@ Tensor feature_dropout_backward(AutogradContext *ctx, const Tensor &g) {
     const bool fits = are_bits(bits, g, shape[0] * shape[1]) && is_unobserved();
     if (fits && g.is_cuda() && is_final(g)) {
         at::AutoDispatchBelowADInplaceOrView guard;
-        const Tensor noise = at::ones(shape, g.options());
-        if (const Kernel *kernel = from_bits(noise, SCALE)) {
-            run(*kernel, noise, noise, bits, 1 / (float)(1 - p), 0);
-            return times(g, noise);
-        }
+        const Tensor dx = memory_for(g);
+        if (scale_channels(g, dx, bits, p)) return dx;
     }
     if (!fits || g.is_cuda())
         return g * unpack(bits, shape, c10::contiguous_strides(shape)).to(g.scalar_type()).div(1 - p);
