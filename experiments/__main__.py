@@ -44,7 +44,8 @@ EXPERIMENTS = (
     "flax_programs",
     "flax_freezing",
 )
-README = Path(__file__).parents[1] / "README.md"
+#: The README of the repository, and that of this folder: texts with tables of results.
+TEXTS = tuple(folder / "README.md" for folder in (Path(__file__).parents[1], Path(__file__).parent))
 PROG = "python -m experiments"
 NEEDS = (
     *("torch", "torchvision", "jax", "flax", "transformers", "peft", "timm", "optax"),
@@ -249,12 +250,13 @@ def _plot(args: argparse.Namespace) -> int:
 
 
 def _page(folder: Path) -> Path:
-    """The page of results, rendered anew; and the tables of the README, if they are of these."""
+    """The page of results, rendered anew; and the tables in texts, if they are of these."""
     from . import render, results
 
     page = render.page(map(load, EXPERIMENTS), folder)
     if folder == results.FOLDER:
-        README.write_text(render.fill(README.read_text(), load, folder))
+        for text in TEXTS:
+            text.write_text(render.fill(text.read_text(), load, folder))
     return page
 
 

@@ -41,7 +41,8 @@ class Experiment(Generic[Config, Case]):
         cases: The cases of a configuration.
         measure: Figures of a case, which JSON can hold. Runs in a fresh process.
         table: The records as Markdown.
-        summary: What the README of the repository shows of them; by default the table.
+        summary: What the READMEs, of the repository or of this folder, show of them; by default the
+            table.
         summarized: Of which cases.
         misses: What of the records is above its target, a sentence each.
         plot: The records as a figure.

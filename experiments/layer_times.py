@@ -94,7 +94,7 @@ LAYERS = (
 )
 
 
-#: Of which the README of the repository tells.
+#: Of which the README of this folder tells.
 IN_MOST_MODELS = (
     *("ReLU", "LeakyReLU", "ReLU6", "Hardtanh", "Dropout", "MaxPool2d"),
     *("BatchNorm2d", "BatchNorm2d, eval", "LayerNorm", "RMSNorm", "GroupNorm", "Conv2d", "Linear"),

@@ -110,7 +110,7 @@ def page(experiments: Iterable[Experiment[Any, Any]], folder: Path) -> Path:
     return path
 
 
-#: In the README: what stands between is made from the results of an experiment at a size.
+#: In a text: what stands between is made from the results of an experiment at a size.
 _BLOCK = re.compile(r"(<!-- results of (\w+)(?:, (\w+))? -->\n).*?(<!-- end -->)", re.DOTALL)
 
 

@@ -16,16 +16,33 @@ import memsave.nn
 from experiments import __main__ as command_line, render, results
 from memsave.spec import TABLE
 
-README = (Path(__file__).parents[1] / "README.md").read_text()
+README = command_line.TEXTS[0].read_text()
 FIRST = re.findall(r"```python\n(.*?)```", README, re.DOTALL)[0]
 JAX = README[README.index("## Use it from JAX") : README.index("## The table")]
 BLOCKS = re.findall(r"```python\n(.*?)```", JAX, re.DOTALL)
 
 
 def test_tables_are_those_of_the_results() -> None:
-    """If not: ``python -m experiments plot``."""
-    assert README.count("<!-- results of ") > 10
-    assert render.fill(README, command_line.load, results.FOLDER) == README
+    """If not: ``python -m experiments plot``. And each experiment has one."""
+    shown: list[str] = []
+    for text in map(Path.read_text, command_line.TEXTS):
+        assert render.fill(text, command_line.load, results.FOLDER) == text
+        shown += re.findall(r"<!-- results of (\w+) -->", text)
+    assert sorted(shown) == sorted(command_line.EXPERIMENTS)
+
+
+def test_links_lead_somewhere() -> None:
+    """To files that are there, and to headings, as GitHub names them."""
+    for path in [*command_line.TEXTS, command_line.TEXTS[0].with_name("CONTRIBUTING.md")]:
+        for file, heading in re.findall(r"\]\(((?!\w+:)[^)#]*)(?:#([^)]*))?\)", path.read_text()):
+            target = path.parent / file if file else path
+            assert target.exists(), (path, file)
+            if heading:
+                titles = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE)
+                names = [
+                    re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles
+                ]
+                assert heading in names, (path, heading)
 
 
 def test_what_it_says_in_short() -> None:
@@ -85,13 +102,15 @@ def test_whoever_writes_results_fills_the_tables(
     """Otherwise the main job leaves a README that the test above refuses."""
     for file in results.FOLDER.glob("*.jsonl"):
         shutil.copy(file, tmp_path)
-    readme = tmp_path / "of_the_repository.md"
-    readme.write_text(re.sub(r"(?<=-->\n\n)\|.*\n", "", README))
-    assert readme.read_text() != README
+    copies = [tmp_path / f"text {k}.md" for k, _ in enumerate(command_line.TEXTS)]
+    for copy, path in zip(copies, command_line.TEXTS, strict=True):
+        copy.write_text(re.sub(r"(?<=-->\n\n)\|.*\n", "", path.read_text()))
+        assert copy.read_text() != path.read_text()
+    texts = [path.read_text() for path in command_line.TEXTS]
     monkeypatch.setattr(results, "FOLDER", tmp_path)
-    monkeypatch.setattr(command_line, "README", readme)
+    monkeypatch.setattr(command_line, "TEXTS", copies)
     command_line._page(tmp_path)
-    assert readme.read_text() == README
+    assert [copy.read_text() for copy in copies] == texts
 
 
 def test_the_first_example(capsys: pytest.CaptureFixture[str]) -> None:
