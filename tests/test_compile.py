@@ -335,6 +335,25 @@ def test_checkpointed_inside() -> None:
     same(actual, helpers.step(stock_model, x), rtol=1e-4, atol=1e-5)
 
 
+def test_blocks_that_share_a_graph() -> None:
+    """As of a transformer, by ``nested_compile_region``: all that a layer asks for is the same."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(8, 8), nn.LayerNorm(8), nn.RMSNorm(8), nn.Softplus(), nn.ELU(), nn.ReLU()]
+    plain = nn.Sequential(*(copy.deepcopy(nn.Sequential(*layers)) for _ in range(3)))
+    model = memsave.convert(copy.deepcopy(plain), policy=lambda module, name, rows: rows[-1])
+
+    region = torch.compiler.nested_compile_region(lambda block, x: block(x))
+
+    def shared(model: nn.Module, x: Tensor) -> Tensor:
+        for block in model.children():
+            x = region(block, x)
+        return x
+
+    x = torch.randn(2, 8, requires_grad=True)
+    results = [outcome(compiled(partial(shared, each)), [x]) for each in (model, plain)]
+    same(*results)
+
+
 @pytest.mark.parametrize("transform", ["per-sample", "jvp"])
 def test_transforms_inside(transform: str) -> None:
     """``torch.func`` inside of compiled code, where an autograd function has no vmap."""

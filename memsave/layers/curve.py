@@ -231,12 +231,13 @@ class SELUFromOutput(nn.SELU):
         return _selu_from_output(input, inplace=self.inplace)
 
 
-#: Thresholds of softplus from which on the output tells the branch: exp(-threshold) is below eps.
-#: (Of float16 none: what is small has too few digits.)
-_LEAST = {
-    dtype: -math.log(torch.finfo(dtype).eps)
-    for dtype in (torch.float64, torch.float32, torch.bfloat16)
-}
+def _tells_branch(dtype: torch.dtype, threshold: float) -> bool:
+    """Whether the output of softplus does: exp(-threshold) is below eps. (Of float16, what is small
+    has too few digits.)
+    """
+    if dtype is torch.float16 or not dtype.is_floating_point:
+        return False
+    return threshold >= -math.log(torch.finfo(dtype).eps)
 
 
 @drop_in(spec.SOFTPLUS_FROM_OUTPUT)
@@ -247,7 +248,7 @@ class SoftplusFromOutput(nn.Softplus):
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        if self.beta <= 0 or self.threshold < _LEAST.get(input.dtype, math.inf):
+        if self.beta <= 0 or not _tells_branch(input.dtype, self.threshold):
             return nn.Softplus.forward(self, input)
         return _softplus_from_output(input, beta=self.beta, threshold=self.threshold)
 

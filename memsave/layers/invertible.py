@@ -30,10 +30,12 @@ def is_invertible(input: Tensor, weight: Tensor | None, bias: Tensor | None) -> 
     On an accelerator it waits for the device, once per version of the parameters; of what is
     written to their ``.data`` there are no versions.
     """
+    if is_dynamo_compiling():
+        return False  # There are no values to look at.
     least = LEAST_WEIGHT.get(input.dtype)
     if least is None or not torch.is_grad_enabled():
         return False
-    if kernels.nodes is not None and not is_dynamo_compiling():
+    if kernels.nodes is not None:
         is_known = kernels.nodes.is_invertible(input, weight, bias, least, LARGEST_RATIO)
         if is_known is not None:
             return is_known
