@@ -18,7 +18,8 @@ The triple can drive two forms. Which one is used is a matter of :func:`using`:
 
 ``custom_jvp``, the default
     The tangent of ``y`` is the linear transpose of ``bwd``, and JAX transposes it back for reverse
-    mode; ``jax.checkpoint`` around it says that nothing but the residuals may be kept. It serves
+    mode; ``jax.checkpoint`` around it says that nothing but the residuals may be kept (and
+    :func:`_opaque`, that a checkpoint of the user's does not look into it). It serves
     forward mode (``jvp``, ``linearize``, ``jacfwd``) as well, and as JAX itself asks the rule anew
     for every mask, no structure has to be kept fixed. Compiled, it is the same program as the
     other form; only eager calls pay for the tracing.
@@ -216,7 +217,7 @@ def _by_custom_jvp(rule: Rule, options: dict[str, Any]) -> Callable[..., Any]:
             tangents = {name: _varying(wanted[name], grads[name]) for name in grads}
             return jax.linear_transpose(pull, types)(tangents)[0]
 
-        return push
+        return _opaque(push)
 
     # JAX remembers what it has traced of a function: so there is one for all layers of the same
     # types. (But for those on a mesh, as some of its operations remember the devices, too.)
@@ -251,6 +252,29 @@ def _by_custom_jvp(rule: Rule, options: dict[str, Any]) -> Callable[..., Any]:
 
     function.defjvp(jvp, symbolic_zeros=True)
     return function
+
+
+def _opaque(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same, as one operation to a checkpoint around it.
+
+    That would have a checkpoint within it return what it keeps: the input of a layer, which the
+    policy of the outer one may have saved already, a second time.
+    """
+    outer = jax.custom_jvp(function)
+
+    def jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> Any:
+        values, tree = jax.tree.flatten(primals)
+        dvalues = jax.tree.leaves(tangents, is_leaf=lambda leaf: type(leaf) is SymbolicZero)
+        moving = [k for k, dvalue in enumerate(dvalues) if type(dvalue) is not SymbolicZero]
+
+        def of_moving(*moved: Any) -> Any:
+            now = dict(zip(moving, moved, strict=True))
+            return function(*tree.unflatten([now.get(k, value) for k, value in enumerate(values)]))
+
+        return jax.jvp(of_moving, [values[k] for k in moving], [dvalues[k] for k in moving])
+
+    outer.defjvp(jvp, symbolic_zeros=True)
+    return outer
 
 
 def _jvp_of_stock(

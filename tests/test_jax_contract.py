@@ -22,6 +22,7 @@ from backends import JAX
 from flax import linen as nn
 from hypothesis import settings
 from jax import Array, export, lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax_backend import Call, Jax
 from strategies import Case, label, wanted
@@ -306,6 +307,35 @@ def test_transformations(row: Layer, form: str) -> None:
     stock = of_stock(row)
     for name, ours in results(transforms, row, form).items():
         assert_close(ours, stock[name], name)
+
+
+@every_row_and_form
+@pytest.mark.parametrize("policy", ["save_only_these_names", "everything_saveable"])
+def test_a_checkpoint_saves_no_more_than_of_stock(row: Layer, form: str, policy: str) -> None:
+    """Of blocks in a loop over layers: the input of a layer, by its name; or all that it finds."""
+    saveable = getattr(jax.checkpoint_policies, policy)
+
+    def stacked(form: str) -> int:
+        wrt = frozenset([next(iter(row.reads))])
+        call = calls(row, form)[wrt]
+
+        named = policy == "save_only_these_names"
+
+        @functools.partial(
+            jax.checkpoint, policy=saveable("given") if named else saveable, prevent_cse=False
+        )
+        def block(scale: Array) -> Array:
+            return loss(call)(checkpoint_name(call.wanted[0] * scale, "given"))
+
+        def net(scales: Array) -> Array:
+            return lax.scan(lambda total, scale: (total + block(scale), None), 0.0, scales)[0]
+
+        with function.using("custom_jvp" if form == "stock" else form):
+            program = jax.make_jaxpr(jax.grad(net))(jnp.ones(3))
+        forward = next(eqn for eqn in program.eqns if eqn.primitive.name == "scan")
+        return sum(function.bytes_of(out.aval) for out in forward.outvars)
+
+    assert stacked(form) <= stacked("stock")
 
 
 @every_row
