@@ -332,13 +332,6 @@ for name in reference.TESTS:
     check_bits("to_bits", ["fp32", "bf16", "fp16"], KIND=name, WRITES=False)
 check_bits("from_bits", ["i8", "i16", "i32", "i64"], KIND="select")
 check_bits("from_bits", ["fp32", "bf16", "fp16"], KIND="scale")
-for dtype, forward in product(["fp64", "bf16"], (False, True)):
-    types = {name: "*" + dtype for name in ("x", "y", "weight")} | {"bits": "*u8"}
-    check("prelu", types, FORWARD=forward, BYTES=cuda.BYTES)
-for dtype, vector in (("fp32", 4), ("bf16", 8), ("fp16", 8)):
-    types = {"x": "*" + dtype, "y": "*" + dtype, "bits": "*u8", "keep": "fp32", "scale": "fp32"}
-    types |= {"seed": "i64", "offset": "i64"}
-    check("dropout", types, VECTOR=vector, BYTES=cuda.BYTES)
 
 windows = {"KERNEL": (1, 3, 3), "STRIDE": (1, 2, 2), "PADDING": (0, 1, 1), "DILATION": (1, 1, 2)}
 for dtype, far in (*((dtype, False) for dtype in FLOATS), ("fp32", True)):
@@ -357,19 +350,13 @@ for dtype, from_output in product(FLOATS, [False, True]):
     check("norm", types, **flags, ROWS=4, BLOCK=cuda.ELEMENTS // 4)
     if dtype == "fp32":
         check("norm", types, warps=16, **flags, ROWS=1, BLOCK=cuda.BYTES_OF_ROW // 4)
-
-for dtype, (ones, classes) in product(FLOATS, [({"places": 1}, 4096), ({}, 16)]):
-    wide = "*fp64" if dtype == "fp64" else "*fp32"
-    types = {"target": "*i64", "weight": "*" + dtype, "sums": wide, "ignored": "i64"}
-    check("weigh", types, HAS_WEIGHT=True, BLOCK=cuda.ELEMENTS)
-    types |= dict.fromkeys(("x", "g", "dx"), "*" + dtype) | {"smoothing": "fp32"}
-    flags = dict.fromkeys(("OF_ROWS", "HAS_WEIGHT", "IS_MEAN"), True) | ones
-    check("cross_entropy", types, **flags, PARTS=cuda.PARTS, ROWS=4, BLOCK=classes)
 """
 
 
 def test_the_loops_of_triton_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For an H100, which needs none: the interpreter takes what the compiler does not."""
+    """For an H100, which needs none: the interpreter takes what the compiler does not. (Those that
+    Python launches; for those of nodes see below.)
+    """
     pytest.importorskip("triton")
     monkeypatch.delenv("TRITON_INTERPRET")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))

@@ -482,8 +482,7 @@ def test_two_in_one_graph_of_any_sizes(row: Any) -> None:
     helpers.check_two_in_one_graph(row)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma"])
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize(("name", "dynamic"), [("llama", True), ("gemma", False)])
 def test_compiles_as_a_whole(name: str, dynamic: bool) -> None:
     net = memsave.convert(model(name))
     expected = gradients(net)
