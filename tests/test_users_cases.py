@@ -864,6 +864,14 @@ def test_meta_tensors_under_autocast_of_the_cpu() -> None:
     assert results[0].dtype == results[1].dtype == torch.float32
 
 
+@pytest.mark.parametrize("shape", [(), (6,)], ids=str)
+def test_a_slope_of_a_single_example(shape: tuple[int, ...]) -> None:
+    """Which has no axis of channels, as the row has."""
+    stock, x = nn.Sequential(nn.PReLU(), nn.ReLU()), torch.randn(shape, requires_grad=True)
+    assert memsave.report(stock, x).rows
+    same(helpers.step(memsave.convert(copy.deepcopy(stock), x), x), helpers.step(stock, x))
+
+
 @pytest.mark.parametrize("padding", [0, 1])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 def test_max_pool_of_minus_infinity_with_the_channels_last(dtype: torch.dtype, padding) -> None:

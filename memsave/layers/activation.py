@@ -283,9 +283,11 @@ def prelu(input: Tensor, weight: Tensor) -> Tensor:
     and otherwise the input, which the gradient of the weight reads.
 
     Args:
-        input: ``(n, c, *)``, or any shape for a single weight.
+        input: ``(n, c, *)``. With fewer axes, for a single weight, it is stock.
         weight: ``(1,)`` or ``(c,)``.
     """
+    if getattr(input, "ndim", 0) < 2:
+        return F.prelu(input, weight)
     wants_weight = getattr(weight, "requires_grad", False)  # (what is no tensor is stock's error)
     return (_prelu_from_input if wants_weight else _prelu)(input, weight)
 
