@@ -429,8 +429,8 @@ check(*to_bits(BOOL, of.NONZERO_BITS, 0, 1))
 for dtype, kind in product((HALF, FLOAT, BFLOAT16), range(3)):
     check(*from_bits(dtype, kind, 1))
 check(*from_bits(DOUBLE, 0, 0))
-for forward, is_one in product((0, 1), (0, 1)):
-    check(*slope(DOUBLE if is_one else BFLOAT16, forward, is_one, 1))
+for dtype, forward, is_one in product((DOUBLE, BFLOAT16), (0, 1), (0, 1)):
+    check(*slope(dtype, forward, is_one, 1))
 for dtype, vector in ((FLOAT, 4), (HALF, 8), (BFLOAT16, 8)):
     check(*drop(dtype, vector, int(dtype == FLOAT)))
     for is_last, eights in product((0, 1), (0, 1)):
@@ -441,7 +441,8 @@ for dtype, block in product((FLOAT, DOUBLE, BFLOAT16), (1, 256)):
     check(*norm(dtype, 1, 1, 1, 1, 1, 1, 1, 4, block, int(block > 1)))
 assert of.MOST_PARTS == cuda.PARTS
 for dtype, given in ((FLOAT, FLOAT), (DOUBLE, DOUBLE), (BFLOAT16, FLOAT), (HALF, HALF)):
-    check(*weigh(dtype, dtype == FLOAT))
+    for has_weight in (0, 1):
+        check(*weigh(dtype, has_weight))
     for is_flat, (at_once, block) in product((0, 1), ((1024, 1), (64, 16), (1, 4096))):
         check(*loss(dtype, given, 1, 1, 1, is_flat, at_once, block, int(block > 16)))
 """

@@ -482,7 +482,8 @@ def test_two_in_one_graph_of_any_sizes(row: Any) -> None:
     helpers.check_two_in_one_graph(row)
 
 
-@pytest.mark.parametrize(("name", "dynamic"), [("llama", True), ("gemma", False)])
+@pytest.mark.parametrize("name", ["llama", "gemma"])
+@pytest.mark.parametrize("dynamic", [False, True])
 def test_compiles_as_a_whole(name: str, dynamic: bool) -> None:
     net = memsave.convert(model(name))
     expected = gradients(net)
