@@ -301,7 +301,7 @@ def _variants(case: Case) -> dict[str, Step]:
 def _pairs(case: Case, steps: dict[str, Step]) -> int:
     """How often all fit into the time."""
     (times,) = zip(*paired_times(steps, 1).values(), strict=True)
-    return max(case.least, min(201, int(case.seconds / sum(times))))
+    return max(case.least, min(2001, int(case.seconds / sum(times))))
 
 
 def measure(case: Case) -> dict[str, Any]:

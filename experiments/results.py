@@ -123,7 +123,7 @@ def read(folder: Path, name: str) -> list[Plain]:
 
 
 def replace(folder: Path, name: str, fresh: Sequence[Plain], whole: bool) -> None:
-    """Put records in the place of older ones of the same section; new ones at the end.
+    """Put records in the place of older ones of the same section; those of a new one at the end.
 
     Args:
         whole: Whether these are all cases, so that others are not measured any more.
@@ -137,7 +137,10 @@ def replace(folder: Path, name: str, fresh: Sequence[Plain], whole: bool) -> Non
     older = read(folder, name)
     if whole:
         places = {place(record) for record in fresh}
-        records = [*(record for record in older if place(record) not in places), *fresh]
+        others = [record for record in older if place(record) not in places]
+        replaced = (k for k, record in enumerate(older) if place(record) in places)
+        at = next(replaced, len(others))  # those before the first stay before it
+        records = [*others[:at], *fresh, *others[at:]]
     else:
         new = {place(record): record for record in fresh}
         records = [new.pop(place(record), record) for record in older] + [*new.values()]

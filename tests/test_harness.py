@@ -142,6 +142,9 @@ def test_what_is_measured_by_other_options_stands_apart(tmp_path):
     for part in (usual, other):
         assert [part.count(f"| {number}      |") for number in (1, 2, 3)] == [1, 1, 1]
     assert (tmp_path / "toy_experiment-gib-0.5.png").exists()
+    before = [record.case for record in results.read(tmp_path, "toy_experiment")]
+    assert run(tmp_path) == 0  # in the place where they were
+    assert [record.case for record in results.read(tmp_path, "toy_experiment")] == before
 
 
 def test_a_run_does_not_go_on_with_one_by_other_options(tmp_path, capsys):

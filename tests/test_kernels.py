@@ -654,6 +654,27 @@ def test_channels_scaled_by_triton(
         assert same(y, expected)
 
 
+@pytest.mark.parametrize(
+    "shape",
+    [(3, 5, 7, 11), (2, 3, 101, 113), (1, 3, 300, 301), (7, 6, 5, 3), (0, 3, 4, 5)],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.usefixtures("native")
+def test_channels_scaled(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Also where the parts of threads, or what is left to torch, begin within a channel."""
+    x = values(math.prod(shape), dtype, seed=0).view(shape).requires_grad_()
+    results = []
+    for layer in (functional.dropout2d, F.dropout2d):
+        torch.manual_seed(0)
+        y = layer(x, 0.4)
+        (owned,) = torch.autograd.grad(y * 1, x, x.detach(), retain_graph=True)
+        (given,) = torch.autograd.grad(y, x, x.detach())
+        results.append((y.detach(), owned, given))
+    for actual, expected in zip(*results, strict=True):
+        assert same(actual, expected)
+
+
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_bits_applied(fast: Any, size: int, dtype: torch.dtype) -> None:

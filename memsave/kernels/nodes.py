@@ -28,7 +28,8 @@ NAME = "_nodes_" + re.sub(r"\W", "_", torch.__version__)
 _nodes = importlib.import_module(f".{NAME}", __package__)
 native.check(_nodes)
 _native = native._native
-LOOPS_OF_NODES = (*SELECTIONS, "nonzero", "rest", "tanh2", "logistic")  # in this order
+#: In this order.
+LOOPS_OF_NODES = (*SELECTIONS, "scale_channels", "nonzero", "rest", "tanh2", "logistic")
 _families = tuple(getattr(_native, name) for name in LOOPS_OF_NODES)
 _compiled = None if cuda is None else cuda.compiled
 for _node in _nodes.connect(_native.loops, _families, DeviceContext, _compiled):

@@ -66,6 +66,22 @@
             flag = !((v >= near_a) & (v <= near_b)))                                    \
     FROM_BITS(CLONES, scale_##NAME, T, STORED, LOAD, STORE, uint32_t, STORE(v * (flag ? a : b))) \
     FROM_BITS(CLONES, part_##NAME, T, STORED, LOAD, STORE, uint32_t, STORE(flag ? v * a : 0))
+/* Of the channel of an element, which has b places in a row, there is one bit. */
+#define SCALE_CHANNELS(NAME, T, STORED, LOAD, STORE, CLONES)                            \
+    CLONES void scale_channels_##NAME(const void *work, size start, size end, size thread) { \
+        ARRAYS(T, STORED, LOAD, STORE);                                                 \
+        const size places = (size)arrays->b;                                            \
+        for (size i = start; i < end;) {                                                \
+            const size channel = i / places, stop = at_most((channel + 1) * places, end); \
+            const T factor = bits[channel / 8] >> channel % 8 & 1 ? a : 0;              \
+            EACH for (size k = i; k < stop; k++) y[k] = STORE(LOAD(x[k]) * factor);     \
+            i = stop;                                                                   \
+        }                                                                               \
+    }
+SCALE_CHANNELS(float, float, float, , , LOOP)
+SCALE_CHANNELS(double, double, double, , , LOOP)
+SCALE_CHANNELS(bfloat16, float, uint16_t, of_bfloat16, back_to_bfloat16, WIDE_LOOP)
+
 OF_FLOATS(float, float, float, , , , LOOP)
 OF_FLOATS(double, double, double, , , , LOOP)
 OF_FLOATS(bfloat16, float, uint16_t, of_bfloat16, back_to_bfloat16, as_bfloat16, WIDE_LOOP)

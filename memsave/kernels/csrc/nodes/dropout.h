@@ -175,17 +175,21 @@ Tensor noise_of(const Tensor &bits, at::IntArrayRef shape, double p, at::ScalarT
     return noise;
 }
 
-/* y, of a CUDA device, as x * noise_of(bits, ...), in one pass; false where there is no loop for it. */
-bool scale_channels(const Tensor &x, const Tensor &y, const Tensor &bits, double p) {
+/* Where results come to lie. */
+using Place = Tensor(const Tensor &x);
+
+/* By a kernel of Triton. */
+Tensor scale_channels_on_cuda(const Tensor &x, const Tensor &bits, double p, Place &place) {
     using at::MemoryFormat;
     const bool is_first = x.is_contiguous(), narrow = x.scalar_type() != at::kDouble;
     const bool is_last = x.is_contiguous(MemoryFormat::ChannelsLast) || x.is_contiguous(MemoryFormat::ChannelsLast3d);
-    if (!narrow || !x.numel() || x.numel() > MOST_ELEMENTS || !(is_first || is_last) || !is_aligned(x)) return false;
+    if (!narrow || x.numel() > MOST_ELEMENTS || !(is_first || is_last) || !is_aligned(x)) return Tensor();
     const int64_t channels = x.size(1), inner = x.numel() / (is_first ? x.size(0) * channels : x.size(0));
     const auto dtype = (int64_t)x.scalar_type();
     const bool by_eights = (is_first ? inner : channels) % 8 == 0;
     const Kernel *kernel = kernel_for(x, {SCALING_CHANNELS, dtype, !is_first, by_eights, is_even(x.numel())});
-    if (!kernel) return false;
+    if (!kernel) return Tensor();
+    const Tensor y = place(x);
     Arguments arguments;
     arguments.read(x);
     arguments.write(y);
@@ -195,7 +199,19 @@ bool scale_channels(const Tensor &x, const Tensor &y, const Tensor &bits, double
     arguments.add((int32_t)channels);
     arguments.add((float)factor_of(p, x.scalar_type()));
     arguments.run(*kernel, x, programs_of(x));
-    return true;
+    return y;
+}
+
+/* x * noise_of(bits, ...), in one pass; undefined where there is no loop for it. */
+Tensor scale_channels(const Tensor &x, const Tensor &bits, double p, Place &place) {
+    if (!x.numel()) return Tensor();
+    if (x.is_cuda()) return scale_channels_on_cuda(x, bits, p, place);
+    Loop *loop = loop_for(family_of[SCALE_CHANNELS], x.scalar_type());
+    const int64_t inner = x.numel() / (x.size(0) * x.size(1));
+    if (!loop || inner < 16 || !x.is_contiguous()) return Tensor();
+    const Tensor y = place(x);
+    run(loop, x, y, bits, factor_of(p, x.scalar_type()), (double)inner);
+    return y;
 }
 
 Backward feature_dropout_backward;
@@ -218,13 +234,15 @@ PyObject *feature_dropout(PyObject *, PyObject *const *args, Py_ssize_t count) {
             const Tensor noise = at::empty(shape, x->options()).bernoulli_(1 - p);
             made.kept = {empty_bits(noise)};
             run(*kernel, noise, noise, made.kept[0], 0, 0);
-            made.y = memory_of_result(*x);
-            if (!scale_channels(*x, made.y, made.kept[0], p)) made.y = *x * noise.div_(1 - p);
+            made.y = scale_channels(*x, made.kept[0], p, memory_of_result);
+            if (!made.y.defined()) made.y = *x * noise.div_(1 - p);
         });
     } else {
         compute([&] {
             made.kept = {draw(at::detail::getDefaultCPUGenerator(), shape[0] * shape[1], 1 - p)};
-            if (made.kept[0].defined()) made.y = *x * noise_of(made.kept[0], shape, p, x->scalar_type());
+            if (!made.kept[0].defined()) return;
+            made.y = scale_channels(*x, made.kept[0], p, memory_of_result);
+            if (!made.y.defined()) made.y = *x * noise_of(made.kept[0], shape, p, x->scalar_type());
         });
     }
     if (!made.y.defined()) Py_RETURN_NONE;
@@ -238,17 +256,14 @@ Tensor feature_dropout_backward(AutogradContext *ctx, const Tensor &g) {
     const double p = ctx->saved_data.at("p").toDouble();
     const auto shape = channels(g);
     const bool fits = are_bits(bits, g, shape[0] * shape[1]) && is_unobserved();
-    if (fits && g.is_cuda() && is_final(g)) {
-        at::AutoDispatchBelowADInplaceOrView guard;
-        const Tensor dx = memory_for(g);
-        if (scale_channels(g, dx, bits, p)) return dx;
+    const BelowAutograd guard(g);
+    if (fits && is_final(g)) {
+        const Tensor dx = scale_channels(g, bits, p, memory_for);
+        if (dx.defined()) return dx;
     }
     if (!fits || g.is_cuda())
         return g * unpack(bits, shape, c10::contiguous_strides(shape)).to(g.scalar_type()).div(1 - p);
-    const Tensor noise = noise_of(bits, shape, p, g.scalar_type());
-    if (!is_final(g)) return g * noise;
-    at::AutoDispatchBelowADInplaceOrView guard;
-    return times(g, noise);
+    return g * noise_of(bits, shape, p, g.scalar_type());
 }
 
 }  // namespace
