@@ -18,7 +18,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrize
 
 from . import _choose, extensions, nn as _  # noqa: F401 - registers the drop-ins
-from ._dry_run import dry_run
+from ._dry_run import CannotRecord, dry_run
 from ._trace import Trace
 from .layers.module import BY_POLICY, DROP_INS, ROWS, STOCK, Class, has_own_forward, offered
 from .spec import Layer
@@ -102,7 +102,8 @@ def convert(
             ``example_inputs`` besides. Nothing is converted then.
 
     Warns:
-        UserWarning: Nothing in the model could be converted.
+        UserWarning: Nothing in the model could be converted; or the forward may not be recorded (it
+            calls ``torch.func.grad``), so that ``example_inputs`` choose nothing.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"convert needs a torch.nn.Module, got {type(model).__name__}")
@@ -110,10 +111,14 @@ def convert(
         raise ValueError("rows are chosen by a policy or by example_inputs, not by both")
     found = layers(model, filter_fn)
     if example_inputs is None:
-        plan = {m: _chosen(m, name, policy) for m, name in found.items() if _stock_class(m)}
+        plan = _planned(found, policy)
     else:
         args, kwargs = _inputs(example_inputs)
-        plan = least(model, found, lambda: dry_run(model, args, kwargs))
+        try:
+            plan = least(model, found, lambda: dry_run(model, args, kwargs))
+        except CannotRecord as error:
+            warnings.warn(f"each layer takes its first row: {error}", stacklevel=2)
+            plan = _planned(found, None)
     place(plan)
     result = coverage(model)
     logger.info("%s", result)
@@ -125,6 +130,10 @@ def convert(
             stacklevel=2,
         )
     return model
+
+
+def _planned(found: Mapping[nn.Module, str], policy: Policy | None) -> Plan:
+    return {m: _chosen(m, name, policy) for m, name in found.items() if _stock_class(m)}
 
 
 def revert(model: nn.Module) -> nn.Module:

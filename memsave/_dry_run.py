@@ -42,6 +42,10 @@ class NeedsValues(RuntimeError):
     """A forward depends on values, which fake tensors do not have."""
 
 
+class CannotRecord(RuntimeError):
+    """A forward runs, but not while somebody records what autograd keeps."""
+
+
 def _dry_state(
     model: nn.Module, trainable: Trainable | None, fake: FakeTensorMode | None
 ) -> dict[str, Tensor]:
@@ -214,42 +218,33 @@ def dry_run(
             return dry_run(model, inputs, kwargs, trainable, fake=False)
     mode = FakeTensorMode(allow_non_fake_inputs=True) if fake else None
     state = _dry_state(model, trainable, mode)
-
-    def own(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return _copied(value)
-        return _stand_in(value, mode).requires_grad_(value.requires_grad)
-
-    inputs, kwargs = tree_map(own, (inputs, kwargs))
-    runs, tensors = model, state
-    if isinstance(model, nn.DataParallel):  # One of its replicas; functional_call takes no others.
-        runs = model.module
-        tensors = {name.removeprefix("module."): tensor for name, tensor in state.items()}
-    with (
-        torch.random.fork_rng(_cuda_devices()),
-        torch.enable_grad(),
-        _left_as_it_was(model),
-        Recorder(model) as recorder,
-    ):
-        for module in model.modules():
-            if isinstance(module, DistributedDataParallel):  # There is no backward to wait for.
-                module.require_backward_grad_sync = module.require_forward_param_sync = False
-        try:
-            # (Of what is compiled, nobody could observe the layers.)
-            with mode or nullcontext(), torch.compiler.set_stance("force_eager"):
-                output = torch.func.functional_call(runs, tensors, inputs, kwargs)
-        except NEEDS_VALUES as error:
-            raise NeedsValues(
-                "the model's forward depends on values, which fake tensors do not have; "
-                "memsave.report(..., fake=False) runs it on the real ones"
-            ) from error
-        except Exception as error:
-            if fake:
-                error.add_note(
-                    "(This was a dry run on fake tensors. If the model itself takes these inputs, "
-                    "memsave.report(..., fake=False) does so, too.)"
-                )
+    inputs, kwargs = _dry_inputs(inputs, kwargs, mode)
+    try:
+        with Recorder(model) as recorder:
+            output = _forward(model, state, inputs, kwargs, mode)
+    except NEEDS_VALUES as error:
+        raise NeedsValues(
+            "the model's forward depends on values, which fake tensors do not have; "
+            "memsave.report(..., fake=False) runs it on the real ones"
+        ) from error
+    except Exception as error:
+        told, other = error, _error(model, state, inputs, kwargs, mode)
+        if other is None:
+            told = CannotRecord(
+                "the model runs, but not while what autograd keeps is recorded (which "
+                "torch.func.grad and torch.autograd.graph.disable_saved_tensors_hooks forbid in a "
+                f"forward), so nothing can be measured: {error}"
+            )
+        elif str(other) != str(error):
+            error.add_note(f"(If nothing is recorded, it raises {other!r}.)")
+        if fake:
+            told.add_note(
+                "(This was a dry run on fake tensors. If the model itself takes these inputs, "
+                "memsave.report(..., fake=False) may do so, too.)"
+            )
+        if told is error:
             raise
+        raise told from error
     free = {storage_key(tensor) for tensor in state.values()}
     given = {
         storage_key(value) for value in tree_leaves((inputs, kwargs)) if isinstance(value, Tensor)
@@ -257,6 +252,47 @@ def dry_run(
     trace = Trace(recorder.held(), recorder.calls, recorder.predictions, free, given)
     del output
     return trace
+
+
+def _dry_inputs(inputs: Any, kwargs: Any, fake: FakeTensorMode | None) -> Any:
+    """Stand-ins for inputs."""
+
+    def own(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return _copied(value)
+        return _stand_in(value, fake).requires_grad_(value.requires_grad)
+
+    return tree_map(own, (inputs, kwargs))
+
+
+def _forward(
+    model: nn.Module,
+    state: dict[str, Tensor],
+    inputs: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    fake: FakeTensorMode | None,
+) -> Any:
+    """The output with stand-ins. The model is left as it was."""
+    runs, tensors = model, state
+    if isinstance(model, nn.DataParallel):  # One of its replicas; functional_call takes no others.
+        runs = model.module
+        tensors = {name.removeprefix("module."): tensor for name, tensor in state.items()}
+    with torch.random.fork_rng(_cuda_devices()), torch.enable_grad(), _left_as_it_was(model):
+        for module in model.modules():
+            if isinstance(module, DistributedDataParallel):  # There is no backward to wait for.
+                module.require_backward_grad_sync = module.require_forward_param_sync = False
+        # (Of what is compiled, nobody could observe the layers. What is tied, the state has tied.)
+        with fake or nullcontext(), torch.compiler.set_stance("force_eager"):
+            return torch.func.functional_call(runs, tensors, inputs, kwargs, tie_weights=False)
+
+
+def _error(*args: Any) -> Exception | None:
+    """What a forward raises if nobody records it, if anything."""
+    try:
+        _forward(*args)
+    except Exception as error:  # of whatever kind: it is the user's
+        return error
+    return None
 
 
 def _is_sharded(module: nn.Module) -> bool:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import (
@@ -94,7 +95,12 @@ def _reference(tensor: Tensor) -> StorageWeakRef:
 
 
 def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
-    """The tensor itself, or those of which a sparse one is made; the values come last."""
+    """The tensor itself, or those of which a sparse one is made; the values come last.
+
+    (Of a wrapper of ``torch.func``, those of what it wraps.)
+    """
+    while is_functorch_wrapped_tensor(tensor):
+        tensor = get_unwrapped(tensor)
     layout = tensor.layout
     if layout is torch.sparse_coo:
         return tensor._indices(), tensor._values()

@@ -163,7 +163,8 @@ def report(
         **kwargs: Keyword inputs.
 
     Raises:
-        RuntimeError: The model's forward depends on values, which fake tensors do not have.
+        RuntimeError: The model's forward depends on values, which fake tensors do not have; or it
+            may not be recorded (it calls ``torch.func.grad``).
     """
     run = functools.partial(dry_run, model, inputs, kwargs, trainable, fake)
     status = {entry.status for entry in coverage(model)}

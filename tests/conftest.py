@@ -55,7 +55,7 @@ _tests = itertools.count(1)
 def forget_compiled_programs() -> Iterator[None]:
     """Now and then: all that the tests compile would take gigabytes."""
     yield
-    if next(_tests) % 20 == 0:
+    if next(_tests) % 50 == 0:
         jax.clear_caches()
 
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import helpers
 import numpy as np
@@ -180,6 +181,98 @@ def test_tied_and_repeated_modules() -> None:
     assert model[1].weight is model[0][0].weight
     assert model[3] is model[0][0]
     agree(model, make())
+
+
+class Tied(nn.Module):
+    """Of an embedding with two names (as PEFT's prompts make it) and a head of the same weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.ModuleDict({"embed": nn.Embedding(10, 4), "head": nn.Linear(4, 10)})
+        self.base["head"].weight = self.base["embed"].weight
+        self.words, self.relu = self.base["embed"], nn.ReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base["head"](self.relu(self.words(x)))
+
+
+def test_a_tied_module_of_two_names() -> None:
+    model, x = Tied().requires_grad_(False), torch.arange(5)
+    model.words.requires_grad_()
+    expected = copy.deepcopy(model)(x)
+    expected.sum().backward()
+    assert {memsave.report(model, x, fake=fake).stock for fake in (False, True)} == {80}
+    memsave.convert(model, x)
+    assert type(model.relu) is memsave.nn.ReLUFromOutput
+    assert model.base["head"].weight is model.words.weight
+    same(model(x), expected, rtol=0, atol=0)
+
+
+class Transformed(nn.Module):
+    """Whose forward transforms functions of its layers."""
+
+    def __init__(self, transform: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Softplus(), nn.LayerNorm(6))
+        self.transform = transform
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.transform(self.layers)(x)
+
+
+def energies(layers: nn.Module) -> Callable[[Tensor], Tensor]:
+    return torch.func.grad(lambda x: layers(x).pow(2).sum())
+
+
+#: Of a forward, and whether what is kept can be recorded within.
+TRANSFORMS: dict[str, tuple[Callable[[Any], Any], bool]] = {
+    "vmap": (torch.func.vmap, True),
+    "jvp": (lambda f: lambda x: torch.func.jvp(f, (x,), (torch.ones_like(x),))[1], True),
+    "grad": (energies, False),
+    "vmap of grad": (lambda f: torch.func.vmap(energies(f)), False),
+    "jacrev": (torch.func.jacrev, False),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script. is (deprecated|not):DeprecationWarning")
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_transforms_within_a_forward(name: str) -> None:
+    transform, is_recorded = TRANSFORMS[name]
+    torch.manual_seed(0)
+    model, x = Transformed(transform), torch.randn(4, 6, requires_grad=True)
+    expected = model(x)
+    gradient = torch.autograd.grad(expected.pow(2).sum(), x)
+    if is_recorded:
+        assert memsave.report(model, x).stock == memsave.report(model, x, fake=False).stock > 0
+        memsave.convert(model, x)
+    else:
+        with pytest.raises(RuntimeError, match="hooks"):
+            memsave.report(model, x, fake=False)
+        with pytest.warns(UserWarning, match="first row: the model runs, but"):
+            memsave.convert(model, x)
+    assert type(model.layers[1]) is memsave.nn.ReLU
+    y = model(x)
+    same(y, expected)
+    same(torch.autograd.grad(y.pow(2).sum(), x), gradient)
+
+
+def test_where_nothing_may_be_recorded() -> None:
+    model = Transformed(lambda layers: layers)
+    with (
+        torch.autograd.graph.disable_saved_tensors_hooks("not now"),
+        pytest.warns(UserWarning, match="not now"),
+    ):
+        memsave.convert(model, torch.randn(4, 6))
+    assert type(model.layers[1]) is memsave.nn.ReLU
+
+
+def test_inputs_that_the_model_does_not_take() -> None:
+    """Its own error, and nothing converted."""
+    model = Transformed(energies)
+    with pytest.raises(RuntimeError) as raised:
+        memsave.convert(model, torch.randn(4, 5))
+    assert "shapes cannot be multiplied" in raised.value.__notes__[-1]
+    assert type(model.layers[1]) is nn.ReLU
 
 
 @pytest.mark.parametrize("order", ["parametrize, convert", "convert, parametrize"])

@@ -387,6 +387,28 @@ def test_what_is_unusual_is_as_stock(case: str) -> None:
     assert not used(results[1]["y"])
 
 
+@pytest.mark.parametrize("cls", [nn.Linear, nn.Dropout])
+def test_a_forward_of_all_modules(cls: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which somebody has put in the place of theirs, after the model is converted."""
+    stock = adapted(lora_dropout=0.5)
+    model, own = converted(stock), cls.forward
+    seen = 0
+
+    def forward(self: nn.Module, x: Tensor) -> Any:
+        nonlocal seen
+        seen += 1
+        return 2 * own(self, x)
+
+    monkeypatch.setattr(cls, "forward", forward)
+    results = []
+    for each in (stock, model):
+        seen = 0
+        torch.manual_seed(0)
+        results.append({**step(each, activation()), "seen": seen})
+    assert results[0]["seen"]
+    assert_same(*results)
+
+
 def test_adapters_by_name_are_as_stock() -> None:
     stock = adapted(adapters=2).eval()
     model, x = converted(stock), activation()

@@ -8,6 +8,7 @@ import pickle
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import combinations
+from typing import Any
 
 import helpers
 import pytest
@@ -272,6 +273,28 @@ def test_gated_products(cls: type[nn.Module], act: type[nn.Module]) -> None:
     for module in (ours, stock):
         module.act.register_forward_hook(lambda module, args, y: 2 * y)
     agree(ours, stock, x)
+
+
+@pytest.mark.parametrize("act", [nn.SiLU, layers.GELUTanh])
+@pytest.mark.parametrize("what", ["forward", "__call__"])
+def test_an_activation_replaced_in_its_class(
+    act: type[nn.Module], what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a profiler does, after the layer that multiplies by it is converted: it is called."""
+    stock, x = layers.SwiGLU(4, 8, act_layer=act), torch.randn(2, 3, 4, requires_grad=True)
+    ours, own = memsave.convert(copy.deepcopy(stock)), getattr(act, what)
+    owner = act if what == "forward" else nn.Module
+    seen = []
+
+    def replaced(self: nn.Module, *args: Any) -> Any:
+        if isinstance(self, act):
+            seen.append(self)
+        return 2 * own(self, *args)
+
+    monkeypatch.setattr(owner, what, replaced)
+    results = [torch.autograd.grad(model(x).sum(), x) for model in (stock, ours)]
+    assert seen == [stock.act, ours.act]
+    same(*results)
 
 
 def test_others_are_left_alone_and_listed() -> None:

@@ -184,9 +184,12 @@ OF_RECORDERS: set[int] = set()
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Whether somebody sees a call of it: by hooks, its own or those of all modules, or a forward
-    in place of its own.
+    """Whether somebody sees a call of it: by hooks, its own or those of all modules, or by what is
+    put in the place of its forward, that of its class, or the call of modules.
     """
+    stock = STOCK.get(type(module), type(module))
+    if stock.__call__ is not _CALL or not has_own_forward(stock):
+        return True
     forward = module._forward_hooks or module._forward_pre_hooks
     if forward or module._backward_hooks or module._backward_pre_hooks:
         return True
