@@ -1033,6 +1033,21 @@ def test_sums_of_gradients_in_8_bits() -> None:
     assert dx[0, 4, 0] == jnp.float8_e4m3fn(2.5)
 
 
+@pytest.mark.parametrize("width", [3, 81])
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2fnuz", "float8_e5m2"])
+def test_padding_in_8_bits(dtype: str, width: int) -> None:
+    """Of which some kinds have no infinity."""
+    x = jnp.array([1, 2, 3, 2, 1, 0.5], dtype).reshape(1, 6, 1)
+    results = []
+    for layer in (nn.max_pool, F.max_pool):
+        pool = lambda x, layer=layer: layer(x, (width,), (1,), "SAME")  # noqa: E731
+        y, pull = jax.vjp(pool, x)
+        results.append((*pull(jnp.ones_like(y)), jax.jvp(pool, (x,), (x,))[1]))
+    for ours, stock in zip(*reversed(results), strict=True):
+        assert ours.dtype == dtype
+        assert jnp.array_equal(ours, stock)
+
+
 @every_row_and_form
 def test_leaks_and_nans_are_looked_for(row: Layer, form: str) -> None:
     call = calls(row, form)[frozenset(row.reads)]

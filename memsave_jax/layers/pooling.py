@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from memsave import spec
@@ -116,6 +117,12 @@ def _fwd(dims: int, wrt: Mask, x: Array, **options: Any) -> tuple[Array, dict[st
     return y, {"offsets": offsets}
 
 
+def _lowest(dtype: Any) -> Any:
+    """What stock pads with: an infinity, or where a dtype has none, its lowest number."""
+    has_infinity = not np.isnan(np.asarray(-np.inf).astype(dtype))
+    return -jnp.inf if has_infinity else jnp.finfo(dtype).min
+
+
 #: Of what finds places: eagerly, too, ``jax.debug_infs`` is to see no infinite start or padding.
 _compiled = partial(jax.jit, static_argnums=(1, 2), inline=True)
 
@@ -126,7 +133,7 @@ def _offsets(x: Array, outputs: tuple[int, ...], window: Window) -> Array:
 
     That, and that padding is a place like others, is what stock does.
     """
-    x = window.padded(x, outputs, -jnp.inf)
+    x = window.padded(x, outputs, _lowest(x.dtype))
 
     def place(shift: tuple[int, ...]) -> Array:
         sizes = zip(shift, outputs, window.stride, strict=True)
@@ -145,7 +152,7 @@ def _offsets(x: Array, outputs: tuple[int, ...], window: Window) -> Array:
 @_compiled
 def _offsets_of_many(x: Array, outputs: tuple[int, ...], window: Window) -> Array:
     """The same by JAX's own loop over a window, which also carries where a place is."""
-    x = window.padded(x, outputs, -jnp.inf)
+    x = window.padded(x, outputs, _lowest(x.dtype))
     # Within an image, as 32 bits may not count a batch.
     axes = [axis for axis in reversed(range(x.ndim)) if window.kernel[axis] > 1]
     index, unit = jnp.zeros(x.shape, jnp.int32), 1
@@ -157,7 +164,7 @@ def _offsets_of_many(x: Array, outputs: tuple[int, ...], window: Window) -> Arra
         keep = (two[1] < 0) | ((one[1] >= 0) & (one[0] >= two[0]))  # the start is no place
         return jnp.where(keep, one[0], two[0]), jnp.where(keep, one[1], two[1])
 
-    start = jnp.asarray(-jnp.inf, x.dtype), jnp.int32(-1)
+    start = jnp.asarray(_lowest(x.dtype), x.dtype), jnp.int32(-1)
     _, places = lax.reduce_window(
         (x, index), start, later, window.kernel, window.stride, "VALID",
         window_dilation=window.dilation,
