@@ -70,6 +70,13 @@ def _required(cls: type[nn.Module], name: str) -> Any:
     raise LookupError(f"{cls.__name__} needs a {name}: give REQUIRED in tests/helpers.py a value")
 
 
+#: ``torch.manual_seed``; where there is no other device, the CPU's alone: torch writes down for
+#: every kind of device from where it was asked, which takes longer than most calls of a layer.
+seed: Callable[[int], Any] = (
+    torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed
+)
+
+
 def ours(row: Layer) -> Callable[..., Any]:
     """The differentiable function of a row."""
     return differentiable(RULES[row.name])
@@ -128,7 +135,7 @@ def cotangent(y: Tensor) -> Tensor:
 
 def outcome(function: Callable[..., Any], args: Sequence[Any], **options: Any) -> list[Tensor]:
     """``y`` and the gradient of each argument that wants one, with the same random numbers."""
-    torch.manual_seed(2)
+    seed(2)
     y = first(function(*args, **options))
     wanted = [arg for arg in args if isinstance(arg, Tensor) and arg.requires_grad]
     return [y, *torch.autograd.grad(y, wanted, cotangent(y))]
@@ -194,7 +201,7 @@ def pair(make: Callable[[], nn.Module], dtype: torch.dtype = torch.float64) -> l
     """A stock model and a converted one with the same values."""
     models = []
     for change in (lambda model: model, memsave.convert):
-        torch.manual_seed(0)
+        seed(0)
         models.append(change(make().to(dtype)))
     return models
 
@@ -220,7 +227,7 @@ def step(
     wanted = [tensor for tensor in (*args, *parameters) if tensor.requires_grad]
     for tensor in wanted:
         tensor.grad = None
-    torch.manual_seed(2)
+    seed(2)
     y = first(run(*args))
     y.backward(cotangent(y))
     return [y, *(tensor.grad for tensor in wanted)]
@@ -230,7 +237,7 @@ def build(cls: type[nn.Module], **overrides: Any) -> nn.Module:
     """A small float64 module of a stock class or drop-in, with the same values at each call."""
     parameters = inspect.signature(cls).parameters.values()
     required = [p.name for p in parameters if p.default is p.empty and p.kind < 2]
-    torch.manual_seed(0)
+    seed(0)
     return cls(**{name: _required(cls, name) for name in required} | overrides).double()
 
 

@@ -111,7 +111,7 @@ def test_autocast_gives_stock_dtypes(row: Layer, half, dtype, where: str) -> Non
 
     def run(function, args, options):
         wanted = [arg for arg in args if arg.requires_grad]
-        torch.manual_seed(2)
+        helpers.seed(2)
         with torch.autocast("cpu", dtype=half, enabled=where != "backward"):
             y = first(function(*args, **options))
         with torch.autocast("cpu", dtype=half, enabled=where != "forward"):
@@ -261,7 +261,7 @@ def test_checkpoint_that_runs_again_in_another_mode(cls, frozen: bool, mode, whe
             for parameter in layer.parameters():
                 parameter.requires_grad_(not frozen)
             x = helpers.module_input(cls)
-            torch.manual_seed(2)
+            helpers.seed(2)
             with mode() if where == "forward" else contextlib.nullcontext():
                 y = checkpoint(layer, x, use_reentrant=False)
             if not y.requires_grad:
@@ -502,7 +502,7 @@ def functional(row: Layer, function):
     names = list(row.reads)
 
     def of(*values):
-        torch.manual_seed(2)
+        helpers.seed(2)
         named = {**fixed, **dict(zip(names, values, strict=True))}
         return first(function(*(named[name] for name in row.args), **options(row)))
 

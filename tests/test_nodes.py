@@ -987,7 +987,7 @@ def test_modules_whose_attributes_a_node_finds(name: str, trains: bool, mode: st
         for shape, wants_x in product(SHAPES, (False, True)):
             made = []
             for converts in (False, True):
-                torch.manual_seed(0)
+                helpers.seed(0)
                 module = MODULES[name]().train(trains)
                 for parameter, tensor in module.named_parameters():
                     tensor.requires_grad_(parameter in names)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from arrays import Array, Kept, Result
+from helpers import seed
 from strategies import LAYOUTS, Case
 from torch import Tensor
 from torch.autograd.gradcheck import GradcheckError, gradcheck, gradgradcheck
@@ -330,7 +331,7 @@ def _laid_out(tensor: Tensor, layout: str) -> Tensor:
 def _call(
     function: Callable[..., Any], args: Mapping[str, Tensor | None], case: Case
 ) -> tuple[Tensor, ...]:
-    torch.manual_seed(case.seed)
+    seed(case.seed)
     result = function(*args.values(), **case.options)
     return result if isinstance(result, tuple) else (result,)
 
