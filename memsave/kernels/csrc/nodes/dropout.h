@@ -169,7 +169,7 @@ Tensor noise_of(const Tensor &bits, at::IntArrayRef shape, double p, at::ScalarT
     const uint8_t *bytes = bits.const_data_ptr<uint8_t>();
     AT_DISPATCH_FLOATING_TYPES_AND(at::kBFloat16, noise.scalar_type(), "feature_dropout", [&] {
         scalar_t *values = noise.mutable_data_ptr<scalar_t>();
-        const scalar_t on = 1 / (at::opmath_type<scalar_t>)(1 - p);
+        const auto on = (scalar_t)factor_of(p, dtype);
         for (int64_t k = 0; k < noise.numel(); k++) values[k] = bytes[k / 8] >> k % 8 & 1 ? on : (scalar_t)0;
     });
     return noise;
