@@ -17,7 +17,12 @@ from torch._C import (
     _TorchDispatchModeKey,
 )
 from torch._C._autograd import CreationMeta, _get_creation_meta
-from torch._C._functorch import is_functorch_wrapped_tensor, is_legacy_batchedtensor
+from torch._C._functorch import (
+    TransformType,
+    get_interpreter_stack,
+    is_functorch_wrapped_tensor,
+    is_legacy_batchedtensor,
+)
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
@@ -51,8 +56,12 @@ def is_special(arg: Tensor) -> bool:
 OF_TORCH = (Tensor, torch.nn.Parameter)
 
 
-def has_other_meaning(arg: Any) -> bool:
-    """Whether it is no tensor, or of a class that gives torch ops another meaning."""
+def has_other_meaning(*args: Any) -> bool:
+    """Whether one is no tensor, or of a class that gives torch ops another meaning."""
+    return any(arg is not None and type(arg) not in OF_TORCH and _is_foreign(arg) for arg in args)
+
+
+def _is_foreign(arg: Any) -> bool:
     return (
         not isinstance(arg, Tensor)
         or type(arg) is FunctionalTensor
@@ -61,7 +70,22 @@ def has_other_meaning(arg: Any) -> bool:
     )
 
 
+def has_tangent(arg: Any) -> bool:
+    """Whether forward-mode AD, which is on, differentiates by it."""
+    return isinstance(arg, Tensor) and forward_ad.unpack_dual(arg).tangent is not None
+
+
 # What torch is doing.
+
+
+def is_unmapped(*args: Any) -> bool:
+    """Whether the transforms of ``torch.func`` that are on leave these alone: all are vmap, and map
+    none of them. (A checkpoint may run a layer once within vmap and once outside.)
+    """
+    levels = get_interpreter_stack() or ()
+    return all(level.key() == TransformType.Vmap for level in levels) and not any(
+        isinstance(arg, Tensor) and is_functorch_wrapped_tensor(arg) for arg in args
+    )
 
 
 def is_traced(x: Any) -> bool:
@@ -71,13 +95,13 @@ def is_traced(x: Any) -> bool:
     return not isinstance(x, Tensor) or _is_tracing()
 
 
-def is_value_known(x: Any) -> bool:
+def is_value_known(*args: Any) -> bool:
     """Whether a layer may look at the values of tensors: nothing traces or transforms it."""
     return not (
         is_compiling()
         or _is_tracing()
-        or _are_functorch_transforms_active()
-        or type(x) is FunctionalTensor
+        or (_are_functorch_transforms_active() and not is_unmapped(*args))
+        or FunctionalTensor in map(type, args)
         or _get_dispatch_mode(_TorchDispatchModeKey.PROXY) is not None
     )
 

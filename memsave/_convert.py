@@ -330,10 +330,11 @@ def _bound_forwards(module: nn.Module) -> list[str]:
     """Attributes of the module itself that are the forward of its class: who puts another one in
     its place (as the hooks of accelerate) may call it by them.
     """
-    forward = MethodType(type(module).forward, module)
+    forward = type(module).forward
+    forwards = [MethodType(f, module) for f in (forward, getattr(forward, "own", forward))]
     # (Tensors among them compare element by element.)
     methods = [item for item in vars(module).items() if type(item[1]) is MethodType]
-    return [name for name, method in methods if method == forward]
+    return [name for name, method in methods if method in forwards]
 
 
 def _is_replaced(module: nn.Module) -> bool:

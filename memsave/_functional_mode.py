@@ -13,11 +13,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._C import _len_torch_function_stack
 from torch._C._autograd import _top_saved_tensors_default_hooks
-from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from . import functional
+from .layers.modes import beneath, others, stack
 
 Function = Callable[..., Any]
 
@@ -92,6 +92,9 @@ class functional_mode(TorchFunctionMode, ContextDecorator):
         kwargs = kwargs or {}
         is_given = "out" in kwargs  # where to write, of which no gradient can be
         if func in STAND_INS and types in PLAIN and not is_given and not _checkpointed():
+            if others():  # which have been on before, and see torch's functions
+                with beneath(self):
+                    return func(*args, **kwargs)
             func = STAND_INS[func]
         return func(*args, **kwargs)
 
@@ -99,17 +102,10 @@ class functional_mode(TorchFunctionMode, ContextDecorator):
 @contextmanager
 def outside() -> Iterator[bool]:
     """Step out of all modes of this kind. (Whether there is one.)"""
-    modes = [_pop_mode() for _ in range(_len_torch_function_stack())][::-1]
-    others = [mode for mode in modes if not isinstance(mode, functional_mode)]
-    for mode in others:
-        _push_mode(mode)
-    try:
-        yield len(others) < len(modes)
-    finally:
-        for _ in others:
-            _pop_mode()
-        for mode in modes:
-            _push_mode(mode)
+    modes = _get_current_function_mode_stack()
+    left = [mode for mode in modes if not isinstance(mode, functional_mode)]
+    with stack(left):
+        yield len(left) < len(modes)
 
 
 def _checkpointed() -> bool:

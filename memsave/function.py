@@ -39,6 +39,7 @@ from torch._C import (
     _len_torch_function_stack,
 )
 from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import forward_ad
 from torch.autograd.function import Function
 from torch.compiler import is_dynamo_compiling
@@ -53,7 +54,9 @@ from ._context import (
     autocast_args,
     autocast_dtype,
     has_other_meaning,
+    has_tangent,
     is_special,
+    is_unmapped,
     is_writable,
 )
 from .kernels import are_arrays, nodes
@@ -83,6 +86,7 @@ class Rule(NamedTuple):
     shapes: tuple[str, ...]
     node: Callable[..., Tensor | None] | None = None
     node_casts: bool = False
+    draws: bool = False
 
 
 class Call(NamedTuple):
@@ -113,6 +117,7 @@ def define(
     shapes: tuple[str, ...] | None = None,
     node: Callable[..., Tensor | None] | None = None,
     node_casts: bool = False,
+    draws: bool = False,
 ) -> Callable[..., Any]:
     """Make the differentiable function of a row and register its rule.
 
@@ -134,6 +139,7 @@ def define(
             if that is compiled, or ``None`` where it does not apply. It keeps what the row says.
         node_casts: Whether the node casts arguments as autocast says. (Elsewhere, while it is on,
             it does not apply to a row that autocast casts.)
+        draws: Whether ``fwd`` draws random numbers, of which vmap has its own meaning.
 
     Returns:
         A function of the row's arguments (positional, ``None`` where absent) and its options
@@ -158,6 +164,7 @@ def define(
         (*row.args, "y") if shapes is None else shapes,
         node if nodes is not None else None,
         node_casts,
+        draws,
     )
     RULES[row.name] = rule
     return differentiable(rule)
@@ -202,12 +209,21 @@ def differentiable(rule: Rule) -> Callable[..., Any]:
         if not compiling and _len_torch_function_stack() and _asks_for_layers():
             with _pop_mode_temporarily():
                 return layer(*args, **options)
+        transformed = not compiling and _are_functorch_transforms_active()
+        if transformed and not rule.draws and is_unmapped(*args, *options.values()):
+            with temporarily_clear_interpreter_stack():
+                return layer(*args, **options)
         wanted = 0
         if is_grad_enabled():
             for place, bit in bit_of:
                 # (No variable, after which torch.jit.trace would name the argument.)
-                if isinstance(args[place], Tensor) and args[place].requires_grad:
-                    wanted |= bit
+                if isinstance(args[place], Tensor):
+                    # It may not even say what it wants.
+                    is_known = compiling or type(args[place]) in OF_TORCH
+                    if not is_known and has_other_meaning(args[place]):
+                        return primal(*args, **options)
+                    if args[place].requires_grad:
+                        wanted |= bit
         stock_only, run = (_untraceable, function.apply) if compiling else (_unservable, apply)
         if not wanted or stock_only(rule, args, options):
             return primal(*args, **options)
@@ -438,20 +454,17 @@ def _untraceable(rule: Rule, args: tuple[Any, ...], options: Mapping[str, Any]) 
 
 def _unservable(rule: Rule, args: tuple[Any, ...], options: Mapping[str, Any]) -> bool:
     """Whether this call is one that a Python autograd function cannot serve."""
-    if _are_functorch_transforms_active() or forward_ad._current_level >= 0 or _is_tracing():
+    if _are_functorch_transforms_active() or _is_tracing():
         return True
     if rule.row.inplace and options.get("inplace") and not is_writable(args[0]):
         return True
-    if are_arrays(*args):
-        return False
-    for arg in args:
-        if arg is not None and (
-            (type(arg) not in OF_TORCH and has_other_meaning(arg))
-            or is_special(arg)
-            or is_functorch_wrapped_tensor(arg)
-        ):
+    if not are_arrays(*args):
+        if has_other_meaning(*args):
             return True
-    return False
+        tensors = [arg for arg in args if arg is not None]
+        if any(map(is_special, tensors)) or any(map(is_functorch_wrapped_tensor, tensors)):
+            return True
+    return forward_ad._current_level >= 0 and any(map(has_tangent, args))
 
 
 def by_node(name: str, row: Layer, module: nn.Module, input: Any, *rest: Any) -> Tensor | None:

@@ -17,6 +17,7 @@ import helpers
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from helpers import every_class, same
 from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
@@ -25,6 +26,7 @@ from torch.nn.utils import parametrizations, parametrize, prune
 import memsave
 import memsave.nn
 from memsave import spec
+from memsave.layers.modes import FUNCTIONS
 from memsave.layers.module import ROWS, STOCK
 
 
@@ -517,6 +519,40 @@ def test_a_forward_of_all_modules(cls: type[nn.Module], monkeypatch: pytest.Monk
     assert not patched(model)
     assert type(memsave.convert(other)[0]) is not cls  # type: ignore[index]
     assert helpers.kept(lambda: model(x), [x]) == helpers.kept(lambda: other(x), [x])
+
+
+@every_class
+def test_a_function_of_torch_in_the_place_of_which_is_another(
+    cls: type[nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As stock's forward, ours calls what ``torch.nn.functional`` has."""
+    if not cls.__module__.startswith("torch.nn."):
+        pytest.skip("other libraries have functions where they like")
+    name = next(iter(FUNCTIONS[cls]))
+    theirs, x = getattr(F, name), helpers.module_input(cls)
+
+    def run(layer: nn.Module) -> list[Tensor]:
+        helpers.seed(2)
+        y = layer(x)
+        wanted = [t for t in (x, *layer.parameters()) if t.requires_grad]
+        return [y, *torch.autograd.grad(y, wanted, helpers.cotangent(y))]
+
+    for drop_in in helpers.drop_ins(cls):
+        layer, stock = helpers.build(drop_in), helpers.build(cls)
+        before, kept = run(stock), helpers.kept(lambda layer=layer: layer(x), [x])
+        same(run(layer), before)
+        monkeypatch.setattr(F, name, lambda *args, **kwargs: theirs(*args, **kwargs) * 3)
+        expected = run(stock)
+        same(expected[1], before[1] * 3)
+        same(run(layer), expected)
+        if cls in (nn.ReLU, nn.Conv2d, nn.LayerNorm, nn.InstanceNorm2d, nn.MaxPool2d):
+            torch.compiler.reset()
+            compiled = [torch.compile(model, backend="eager") for model in (layer, stock)]
+            same(*map(run, compiled))
+        same(run(helpers.build(drop_in)), expected)
+        monkeypatch.undo()
+        same(run(layer), before)
+        assert helpers.kept(lambda layer=layer: layer(x), [x]) == kept
 
 
 def test_a_forward_of_all_modules_before_memsave_is_imported() -> None:

@@ -6,12 +6,13 @@ stock op. Every test but the last few runs over the rows of the table.
 """
 
 import contextlib
+import copy
 import inspect
 import itertools
 import math
 import pickle
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -24,6 +25,7 @@ from torch import Tensor, fx, nn
 from torch.autograd import forward_ad
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.nn.utils import parametrizations
+from torch.nn.utils._per_sample_grad import call_for_per_sample_grads
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
@@ -41,6 +43,7 @@ from memsave.spec import TABLE, Layer
 # torch compiles some of its forward-mode formulas with TorchScript, which warns.
 forward_formulas = pytest.mark.filterwarnings("ignore:`torch.jit")
 
+SIZE = helpers.SIZE
 HALVES = [torch.bfloat16, torch.float16]
 
 
@@ -271,6 +274,140 @@ def test_checkpoint_that_runs_again_in_another_mode(cls, frozen: bool, mode, whe
             results.append([y, *(t.grad for t in (x, *layer.parameters()))])
         if results:
             same(*results)
+
+
+@contextlib.contextmanager
+def within_vmap() -> Iterator[None]:
+    """Which maps nothing."""
+    torch._C._functorch._vmap_increment_nesting(1, "error")
+    try:
+        yield
+    finally:
+        torch._C._functorch._vmap_decrement_nesting()
+
+
+@helpers.every_class
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("transform", [within_vmap, forward_ad.dual_level])
+def test_checkpoint_that_runs_again_within_a_transform(cls, transform, where: str) -> None:
+    """That is of nothing which the layer reads, as ``vmap`` over backward."""
+
+    def run(layer: nn.Module) -> tuple[Tensor, ...]:
+        x = helpers.module_input(cls)
+        wanted = [t for t in (x, *layer.parameters()) if t.requires_grad]
+        helpers.seed(2)
+        with transform() if where == "forward" else contextlib.nullcontext():
+            y = checkpoint(layer, x, use_reentrant=False)
+        with transform() if where == "backward" else contextlib.nullcontext():
+            return torch.autograd.grad(y, wanted, helpers.cotangent(y))
+
+    for drop_in in helpers.drop_ins(cls):
+        expected, actual = (helpers.attempt(run, helpers.build(c)) for c in (cls, drop_in))
+        same(actual, expected)  # (or they raise alike: vmap has its own meaning of random numbers)
+
+
+class Names(TorchFunctionMode):
+    """Lists the functions that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.__name__)
+        return self.meant(func, args, kwargs or {})
+
+    def meant(self, func, args, kwargs):
+        return func(*args, **kwargs)
+
+
+def is_layer(func: Callable[..., Any], y: Any) -> bool:
+    return isinstance(y, Tensor) and y.requires_grad and func.__name__ != "__get__"
+
+
+class Triple(Names):
+    """Has functions return something else."""
+
+    def meant(self, func, args, kwargs):
+        y = func(*args, **kwargs)
+        return y * 3 if is_layer(func, y) else y
+
+
+class Halve(Names):
+    """Has functions read something else."""
+
+    def meant(self, func, args, kwargs):
+        args = (args[0] / 2, *args[1:]) if is_layer(func, args[0]) else args
+        return func(*args, **kwargs)
+
+
+class Options(Names):
+    """Gives functions other numbers."""
+
+    def meant(self, func, args, kwargs):
+        args = [value / 2 if type(value) is float else value for value in args]
+        kwargs = {n: value / 2 if type(value) is float else value for n, value in kwargs.items()}
+        return func(*args, **kwargs)
+
+
+def within(mode: Names, layer: nn.Module, x: Tensor) -> tuple[Any, list[str]]:
+    """What a layer returns in a mode, the gradients and buffers, and the functions that run."""
+    helpers.seed(2)
+    with mode:
+        y = layer(x)
+    wanted = [t for t in (x, *layer.parameters()) if t.requires_grad]
+    grads = torch.autograd.grad(y, wanted, helpers.cotangent(y))
+    return [y, *grads, *layer.buffers()], mode.names
+
+
+@helpers.every_class
+@pytest.mark.parametrize("mode", [Names, Triple, Halve, Options])
+@pytest.mark.parametrize("training", [True, False])
+def test_modes_see_the_functions_of_stock(cls, mode, training: bool) -> None:
+    """And what they have them mean holds."""
+    if not cls.__module__.startswith("torch.nn."):
+        pytest.skip("they see what the layers of other libraries call in ours")
+    for drop_in in helpers.drop_ins(cls):
+        layers = (helpers.build(c).train(training) for c in (cls, drop_in))
+        expected, actual = (within(mode(), layer, helpers.module_input(cls)) for layer in layers)
+        same(actual[0], expected[0])
+        assert actual[1] == expected[1]
+
+
+@pytest.mark.parametrize("mode", [Names, Triple, Halve])
+def test_modes_see_the_functions_of_a_padded_convolution(mode) -> None:
+    x, options = helpers.module_input(nn.Conv2d), {"padding": 1, "padding_mode": "reflect"}
+    layers = (helpers.build(cls, **options) for cls in (nn.Conv2d, memsave.nn.Conv2d))
+    expected, actual = (within(mode(), layer, x) for layer in layers)
+    same(actual[0], expected[0])
+    assert actual[1] == expected[1]
+
+
+def test_a_mode_that_only_looks_changes_nothing_of_what_is_kept() -> None:
+    model, x = memsave.convert(helpers.ConvNet().double()), helpers.image()
+    held = [*model.parameters(), *model.buffers(), x]
+    expected = helpers.kept(lambda: model(x), held)
+    with Names():
+        assert helpers.kept(lambda: model(x), held) == expected
+    assert expected < helpers.kept(lambda: memsave.revert(model)(x), held)
+
+
+def test_per_sample_gradients_by_expanded_weights() -> None:
+    """A class of tensors that knows the functions of layers, and nothing else."""
+    image, sequence = torch.randn(3, SIZE, SIZE, SIZE), torch.randn(3, SIZE)
+    for layer, x in (
+        (nn.Linear(SIZE, 2), sequence),
+        (nn.Conv2d(SIZE, 2, 3), image),
+        (nn.Conv2d(SIZE, 2, 3, padding=1, padding_mode="reflect"), image),
+        (nn.LayerNorm(SIZE), sequence),
+        (nn.GroupNorm(2, SIZE), image),
+        (nn.InstanceNorm2d(SIZE, affine=True), image),
+    ):
+        gradients = []
+        for model in (copy.deepcopy(layer), memsave.convert(copy.deepcopy(layer))):
+            call_for_per_sample_grads(model)(x).sum().backward()
+            gradients.append([p.grad_sample for p in model.parameters()])
+        same(gradients[1], gradients[0])
 
 
 @every_row

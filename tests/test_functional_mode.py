@@ -3,6 +3,7 @@
 Which functions those are is found by name, here from ``memsave.functional`` again.
 """
 
+import contextlib
 import inspect
 import threading
 from collections.abc import Callable
@@ -73,6 +74,39 @@ def rows(run: Callable[[], Any]) -> list[str]:
 
 def served(stock: Callable[..., Any]) -> bool:
     return stock in STAND_INS
+
+
+class Triple(TorchFunctionMode):
+    """Has ``relu`` and ``max_pool2d`` mean something else, and lists the functions that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.__name__)
+        y = func(*args, **(kwargs or {}))
+        return y * 3 if func.__name__ in ("relu", "max_pool2d") else y
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_modes_of_others(inside: bool) -> None:
+    """They see torch's functions, and what they have them mean holds."""
+    model, x = network(), torch.randn(2, 3, 8, 8).double().requires_grad_()
+
+    def run(own: bool) -> tuple[Any, list[str]]:
+        mode, ours = Triple(), functional_mode() if own else contextlib.nullcontext()
+        torch.manual_seed(2)
+        with ours if inside else mode, mode if inside else ours:
+            y = model(x)
+        return torch.autograd.grad(y.sum(), [x, *model.parameters()]), mode.names
+
+    (expected, names), (actual, names_of_ours) = run(False), run(True)
+    same(actual, expected)
+    assert names_of_ours == names
+    with Triple(), functional_mode():
+        rows_of_ours = rows(lambda: model(x))
+    assert rows_of_ours == rows(functional_mode()(lambda: model(x))) != []
 
 
 # Which functions.

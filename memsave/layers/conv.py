@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from .. import kernels, spec
 from .._context import amp_enabled, lowered
 from ..function import WEIGHT, Grads, Mask, Saved, Shapes, by_node, define, for_stock
+from .modes import others
 from .module import drop_in, parameters_of
 from .shape import Ints, in_format, is_size, per_axis, placeholder, remembered
 
@@ -426,6 +427,9 @@ def _same(kernel: Sequence[int], dilation: Ints) -> tuple[int, ...]:
 
 
 def _conv_forward(self: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    dims = len(self.kernel_size)
+    if others() or getattr(F, f"conv{dims}d") is not CONV[dims]:
+        return _STOCK[dims]._conv_forward(self, input, weight, bias)
     padding, mode = _padding_left(self), self.padding_mode
     if mode != "zeros":
         pads = self._reversed_padding_repeated_twice
@@ -435,9 +439,8 @@ def _conv_forward(self: Any, input: Tensor, weight: Tensor, bias: Tensor | None)
             input, padding, mode = F.pad(input, pads, mode=mode), 0, "zeros"
     elif padding == "same" and weight.requires_grad and amp_enabled(input.device.type):
         # Autocast has one narrow copy of the weight for all calls, which the rule cannot ask for.
-        stock = CONV[len(self.kernel_size)]
-        return stock(input, weight, bias, self.stride, padding, self.dilation, self.groups)
-    return _CONV[len(self.kernel_size)](
+        return CONV[dims](input, weight, bias, self.stride, padding, self.dilation, self.groups)
+    return _CONV[dims](
         input,
         weight,
         bias,
@@ -470,6 +473,7 @@ class Conv3d(nn.Conv3d):
     forward, _conv_forward = _forward, _conv_forward  # type: ignore[assignment]
 
 
+_STOCK: dict[int, Any] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 #: Of these classes themselves: those that derive from them may compute something else.
 _ROWS = {Conv1d: spec.CONV1D, Conv2d: spec.CONV2D, Conv3d: spec.CONV3D}
 

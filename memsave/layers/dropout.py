@@ -144,9 +144,16 @@ _dropout = define(
     compiled=False,
     shapes=("y",),
     node=partial(_node, False),
+    draws=True,
 )
 _dropout_from_rng = define(
-    spec.DROPOUT_FROM_RNG, _primal, _bwd_rng, _fwd_rng, compiled=False, node=partial(_node, True)
+    spec.DROPOUT_FROM_RNG,
+    _primal,
+    _bwd_rng,
+    _fwd_rng,
+    compiled=False,
+    node=partial(_node, True),
+    draws=True,
 )
 
 
@@ -222,7 +229,9 @@ def _feature_node(
     return None if inplace or x.ndim < 2 else kernels.nodes.feature_dropout(row, x, p)
 
 
-_alpha_dropout = define(spec.ALPHA_DROPOUT, _alpha_primal, _alpha_bwd, _alpha_fwd, compiled=False)
+_alpha_dropout = define(
+    spec.ALPHA_DROPOUT, _alpha_primal, _alpha_bwd, _alpha_fwd, compiled=False, draws=True
+)
 _feature_dropout = define(
     spec.FEATURE_DROPOUT,
     _feature_primal,
@@ -230,6 +239,7 @@ _feature_dropout = define(
     _feature_fwd,
     compiled=False,
     node=_feature_node,
+    draws=True,
 )
 
 

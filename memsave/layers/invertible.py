@@ -39,7 +39,7 @@ def is_invertible(input: Tensor, weight: Tensor | None, bias: Tensor | None) -> 
         is_known = kernels.nodes.is_invertible(input, weight, bias, least, LARGEST_RATIO)
         if is_known is not None:
             return is_known
-    if not is_value_known(input):
+    if not is_value_known(input, weight, bias):
         return False
     if isinstance(input, FakeTensor) or input.is_meta:
         return True  # as if they were like those of a trained model

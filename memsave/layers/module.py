@@ -7,7 +7,9 @@ import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch.nn.functional as F
 from torch import fx, nn
+from torch._C import _len_torch_function_stack
 from torch.nn.modules.module import (
     _global_backward_hooks,
     _global_backward_pre_hooks,
@@ -17,6 +19,7 @@ from torch.nn.modules.module import (
 
 from .. import extensions
 from ..spec import Layer
+from .modes import FUNCTIONS, is_replaced, others, shown
 
 Class = type[nn.Module]
 M = TypeVar("M", bound=Class)
@@ -168,7 +171,7 @@ def unregister(cls: Class) -> None:
 
 def has_own_forward(stock: Class) -> bool:
     """Whether nobody has put another forward in the place of that of a stock class, for all modules
-    that have it.
+    that have it, or another function in the place of the one that it calls.
     """
     if stock not in _FORWARDS:
         owner = next(cls for cls in stock.__mro__ if "forward" in vars(cls))
@@ -176,7 +179,7 @@ def has_own_forward(stock: Class) -> bool:
         if is_of_torch and getattr(owner.forward, "__module__", None) != owner.__module__:
             return False
         _FORWARDS[stock] = stock.forward
-    return stock.forward is _FORWARDS[stock]
+    return stock.forward is _FORWARDS[stock] and not is_replaced(stock)
 
 
 #: Hooks of all modules, by their number, that may miss calls within a layer.
@@ -215,6 +218,7 @@ def parameters_of(module: nn.Module) -> tuple[Any, Any]:
 def _dress(cls: Class, stock: Class) -> None:
     """Give a drop-in what is said of it in :func:`register`."""
     own, seen = cls.forward, stock.forward if has_own_forward(stock) else None
+    called, to_modes, was_replaced = (*FUNCTIONS.get(stock, {}).items(),), shown(stock, own), False
 
     def __prepare_scriptable__(self: nn.Module) -> nn.Module:
         plain = copy.copy(self)
@@ -222,10 +226,16 @@ def _dress(cls: Class, stock: Class) -> None:
         return plain
 
     def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        nonlocal seen
-        if stock.forward is not seen:  # Somebody has replaced it, for all modules of the class.
-            seen = stock.forward
+        nonlocal seen, was_replaced
+        replaced = False
+        for name, function in called:
+            replaced = replaced or getattr(F, name) is not function
+        # Somebody has replaced it, for all modules of the class.
+        if stock.forward is not seen or replaced is not was_replaced:
+            seen, was_replaced = stock.forward, replaced
             cls.forward = own if has_own_forward(stock) else seen  # type: ignore[method-assign]
+        if _len_torch_function_stack() and called and cls.forward is own and others():
+            cls.forward = to_modes  # type: ignore[method-assign]
         # Nobody has put a function of their own in its place, as torch.fx does: what that does.
         if stock.__call__ is _CALL and self._compiled_call_impl is None:
             return self._call_impl(*args, **kwargs)
