@@ -680,6 +680,28 @@ def test_compiled_layers_keep_bits(name: str, loop: bool, concurrent: bool, form
 
 
 @every_form
+@pytest.mark.parametrize("name", ["group_norm", "instance_norm"])
+def test_compiled_blocks_keep_less_than_of_stock(name: str, form: str) -> None:
+    """Of a residual network with norms in front, whose scales are trained: no ``x - mean``."""
+    x, kernel, vector = jnp.ones((4, 8, 8, 16)), jnp.ones((3, 3, 16, 16)), jnp.ones(16)
+    options = {"num_groups": 4} if name == "group_norm" else {}
+
+    def step(scales: list[Array], x: Array) -> Array:
+        for scale in scales:
+            y = F.silu(getattr(F, name)(x, scale, vector, **options))
+            x = x + F.conv(y, kernel, vector, padding="SAME")
+        return jnp.square(x).sum()
+
+    def temporaries(depth: int, form: str) -> int:
+        with function.using(form):
+            program = jax.jit(jax.grad(step)).lower([vector] * depth, x).compile()
+        return program.memory_analysis().temp_size_in_bytes
+
+    per_block = [temporaries(8, form) - temporaries(4, form) for form in (form, "stock")]
+    assert per_block[0] < 0.7 * per_block[1]
+
+
+@every_form
 @pytest.mark.parametrize(("window", "stride"), [(2, 2), (3, 1), (3, 2)])
 def test_compiled_average_pooling_is_stocks(window: int, stride: int, form: str) -> None:
     """Not longer: transposed twice, it needs twice as much."""

@@ -49,22 +49,32 @@ class View(NamedTuple):
         first = len(self.shape) - self.features
         return vector.reshape(*[1] * first, *self.shape[first:])
 
-    def total(self, array: Array) -> Array:
-        """Over each group, in the shape that broadcasts.
+    @property
+    def spatial(self) -> list[int]:
+        """The reduced axes that are not of features."""
+        return [axis for axis in self.reduced if axis < len(self.shape) - self.features]
 
-        First along the spatial axes as one, with all channels beside each other: XLA:CPU takes
-        twice the time for both at once.
+    def along_space(self, array: Array) -> Array:
+        """The sum along the spatial axes, in the shape that broadcasts.
+
+        As one, with all channels beside each other: XLA:CPU takes twice the time for a sum over
+        both at once.
         """
         first = len(self.shape) - self.features
-        spatial = [axis for axis in self.reduced if axis < first]
-        if spatial:
-            n, features = self.shape[0], self.shape[first:]
-            # (Step by step, as JAX has it where it keeps account of a mesh.)
-            array = array.reshape(n, math.prod(self.shape[1:first]), *features)
-            array = array.reshape(*array.shape[:2], math.prod(features)).sum(1)
-            array = jnp.expand_dims(array.reshape(n, *features), spatial)
-        others = [axis for axis in self.reduced if axis >= first]
-        return array.sum(others, keepdims=True)
+        n, features = self.shape[0], self.shape[first:]
+        # (Step by step, as JAX has it where it keeps account of a mesh.)
+        array = array.reshape(n, math.prod(self.shape[1:first]), *features)
+        array = array.reshape(*array.shape[:2], math.prod(features)).sum(1)
+        return jnp.expand_dims(array.reshape(n, *features), self.spatial)
+
+    def along_features(self, array: Array) -> Array:
+        """The sum over the features of each group, in the shape that broadcasts."""
+        features = [axis for axis in self.reduced if axis not in self.spatial]
+        return array.sum(features, keepdims=True)
+
+    def total(self, array: Array) -> Array:
+        """Over each group, in the shape that broadcasts."""
+        return self.along_features(self.along_space(array) if self.spatial else array)
 
     def correlation(self, array: Array, vector: Array | None) -> Array:
         """``total(array * vector)`` over features, as a matrix-vector product.
@@ -163,17 +173,32 @@ def _gradients(
     if mean is not None and not fast:
         x, mean = x - mean, jnp.zeros_like(mean)
     incoming, g = g, g * rstd
+    sums = None
+    if mean is not None and view.spatial:
+        # Of each example and channel, from which all else follows. (Were x - mean in a sum, XLA
+        # would keep it, beside x.)
+        sums = view.along_space(incoming), view.along_space(incoming * x)
     if "weight" in wrt:
-        # (In one sum: two of many rows, subtracted in the end, would have fewer digits.)
-        grad = view.per_feature(g * x if mean is None else g * x - g * mean)
+        if mean is None:
+            grad = view.per_feature(g * x)
+        elif sums is None:
+            # (In one sum: two of many rows, subtracted in the end, would have fewer digits.)
+            grad = view.per_feature(g * x - g * mean)
+        else:
+            grad = view.per_feature(rstd * (sums[1] - mean * sums[0]))
         grads["weight"] = grad.reshape(shapes["weight"].shape)
     if "x" in wrt:
-        g = g if saved["weight"] is None else g * view.parameter(saved["weight"])
+        weight = None if saved["weight"] is None else view.parameter(saved["weight"])
+        g = g if weight is None else g * weight
         if mean is None:
             correlation = rstd * view.correlation(incoming * x, saved["weight"])
             dx = g - lax.square(rstd) * correlation / view.size * x
         else:
-            total, correlation = view.total(g), view.total(g * x)
+            if sums is None:
+                total, correlation = view.total(g), view.total(g * x)
+            else:
+                scale = rstd if weight is None else rstd * weight
+                total, correlation = (view.along_features(array * scale) for array in sums)
             slope = -lax.square(rstd) * (correlation - mean * total) / view.size
             if fast:
                 slope = jnp.where(is_clipped(rstd, eps), 0, slope)
