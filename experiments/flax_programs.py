@@ -30,13 +30,15 @@ from .results import Record
 #: What is between two matrix products or convolutions.
 CURVES = ("relu", "leaky_relu", "relu6", "hard_silu", "elu", "silu", "gelu", "mish", "softplus")
 GATES = ("swiglu", "geglu")
-NORMS = ("layer_norm", "rms_norm", "group_norm")
+NORMS = ("layer_norm", "rms_norm", "group_norm", "instance_norm")
 DROPOUTS = ("dropout", "alpha_dropout")
 POOLS = ("max_pool", "avg_pool")
 LAYERS = {
-    "MLP": (*CURVES, *GATES, *DROPOUTS, *NORMS),
+    "MLP": (*CURVES, *GATES, *DROPOUTS, *NORMS[:-1]),
     "CNN, BN train": (*CURVES, *POOLS),
     "CNN, BN eval": (*CURVES, *POOLS),
+    "CNN, norm in front": NORMS,
+    "CNN, norm behind": NORMS,
 }
 DTYPES = ("float32", "bfloat16")
 WANTED = ("input", "all")
@@ -104,20 +106,45 @@ def _mlp(name: str, x: Array, weights: dict[str, Array], key: Array) -> Array:
     return x + y @ weights["down"]
 
 
+def _conv(x: Array, kernel: Array) -> Array:
+    axes = ("NHWC", "HWIO", "NHWC")
+    return lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=axes)
+
+
 def _cnn(train: bool) -> Callable[[str, Array, dict[str, Array], Array], Array]:
     """A layer behind convolution and BatchNorm."""
 
     def block(name: str, x: Array, weights: dict[str, Array], key: Array) -> Array:
-        axes, vector = ("NHWC", "HWIO", "NHWC"), weights["vector"]
-        y = lax.conv_general_dilated(x, weights["kernel"], (1, 1), "SAME", dimension_numbers=axes)
+        vector = weights["vector"]
         mean, var = (None, None) if train else (vector, vector)
-        y, *_ = F.batch_norm(y, mean, var, vector, vector, use_running_average=not train)
+        y, *_ = F.batch_norm(
+            _conv(x, weights["kernel"]),
+            *(mean, var, vector, vector),
+            use_running_average=not train,
+        )
         return _layer(name, y, vector, key)
 
     return block
 
 
-NETS = {"MLP": _mlp, "CNN, BN train": _cnn(train=True), "CNN, BN eval": _cnn(train=False)}
+def _norm_in_front(name: str, x: Array, weights: dict[str, Array], key: Array) -> Array:
+    """Of an activation and a convolution, beside a shortcut."""
+    y = F.silu(_layer(name, x, weights["vector"], key))
+    return x + _conv(y, weights["kernel"]) + weights["vector"]
+
+
+def _norm_behind(name: str, x: Array, weights: dict[str, Array], key: Array) -> Array:
+    """A convolution, before an activation."""
+    return F.relu(_layer(name, _conv(x, weights["kernel"]), weights["vector"], key))
+
+
+NETS = {
+    "MLP": _mlp,
+    "CNN, BN train": _cnn(train=True),
+    "CNN, BN eval": _cnn(train=False),
+    "CNN, norm in front": _norm_in_front,
+    "CNN, norm behind": _norm_behind,
+}
 
 
 def _net(case: Case) -> hlo.Program:
