@@ -236,7 +236,7 @@ TRANSFORMS: dict[str, tuple[Callable[[Any], Any], bool]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script. is (deprecated|not):DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script. is (deprecated|not)")
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_transforms_within_a_forward(name: str) -> None:
     transform, is_recorded = TRANSFORMS[name]
