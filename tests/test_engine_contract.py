@@ -374,6 +374,19 @@ def test_modes_see_the_functions_of_stock(cls, mode, training: bool) -> None:
         assert actual[1] == expected[1]
 
 
+@pytest.mark.parametrize("mode", [Names, Triple])
+@pytest.mark.parametrize("tracking", [True, False])
+@pytest.mark.parametrize("cls", [nn.BatchNorm2d, nn.InstanceNorm2d])
+def test_modes_and_what_a_norm_counts(cls, mode, tracking: bool) -> None:
+    results = []
+    for made in (cls, *helpers.drop_ins(cls)):
+        layer = helpers.build(made, track_running_stats=True)
+        layer.track_running_stats = tracking
+        results.append(within(mode(), layer, helpers.module_input(cls))[0])
+    for actual in results[1:]:
+        same(actual, results[0])
+
+
 @pytest.mark.parametrize("mode", [Names, Triple, Halve])
 def test_modes_see_the_functions_of_a_padded_convolution(mode) -> None:
     x, options = helpers.module_input(nn.Conv2d), {"padding": 1, "padding_mode": "reflect"}

@@ -152,10 +152,13 @@ def shown(stock: Class, own: Function) -> Function:
         if not others():
             return own(self, *args, **kwargs)
 
+        with stack([]):
+            count = getattr(self, "num_batches_tracked", None)
+            before = None if count is None else count.clone()
+
         def run() -> Any:
-            count = getattr(self, "num_batches_tracked", None) if self.training else None
-            if count is not None:
-                count.sub_(1)  # to which stock's forward has added, and ours adds again
+            if count is not None:  # What stock's forward has added, ours adds again.
+                count.copy_(before)
             return own(self, *args, **kwargs)
 
         input = args[0] if args else next(iter(kwargs.values()), None)
