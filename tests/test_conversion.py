@@ -555,6 +555,23 @@ def test_a_function_of_torch_in_the_place_of_which_is_another(
         assert helpers.kept(lambda layer=layer: layer(x), [x]) == kept
 
 
+def test_padding_in_the_place_of_which_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of a convolution, which ours may do by itself."""
+    layers = [
+        helpers.build(c, padding=1, padding_mode="reflect") for c in (nn.Conv2d, memsave.nn.Conv2d)
+    ]
+    x, pad = helpers.module_input(nn.Conv2d), F.pad
+    before = layers[0](x)
+    monkeypatch.setattr(F, "pad", lambda *args, **kwargs: pad(*args, **kwargs) * 3)
+    expected, actual = (layer(x) for layer in layers)
+    assert not torch.equal(expected, before)
+    same(actual, expected)
+    torch.compiler.reset()
+    same(torch.compile(layers[1], backend="eager")(x), torch.compile(layers[0], backend="eager")(x))
+    monkeypatch.undo()
+    same(layers[1](x), before)
+
+
 def test_a_forward_of_all_modules_before_memsave_is_imported() -> None:
     code = """
 from torch import nn

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from .. import kernels, spec
 from .._context import amp_enabled, lowered
 from ..function import WEIGHT, Grads, Mask, Saved, Shapes, by_node, define, for_stock
-from .modes import others
+from .modes import is_replaced, others
 from .module import drop_in, parameters_of
 from .shape import Ints, in_format, is_size, per_axis, placeholder, remembered
 
@@ -428,7 +428,7 @@ def _same(kernel: Sequence[int], dilation: Ints) -> tuple[int, ...]:
 
 def _conv_forward(self: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     dims = len(self.kernel_size)
-    if others() or getattr(F, f"conv{dims}d") is not CONV[dims]:
+    if others() or is_replaced(_STOCK[dims]):
         return _STOCK[dims]._conv_forward(self, input, weight, bias)
     padding, mode = _padding_left(self), self.padding_mode
     if mode != "zeros":

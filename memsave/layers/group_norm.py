@@ -23,7 +23,7 @@ from ..function import INPUT, WEIGHT, Grads, Mask, Saved, Shapes, by_node, defin
 from ..kernels.memory import FORMATS
 from .batch_norm import are_numbers, batch_norm, by_batch, weight_or_ones, zeros
 from .invertible import is_invertible, tells_its_input
-from .modes import others
+from .modes import is_replaced, others
 from .module import drop_in
 from .norm import norm_node, rstd_only
 from .norm_gradients import (
@@ -406,7 +406,7 @@ class GroupNormFromOutput(nn.GroupNorm):
 
 def _apply_instance_norm(self: Any, input: Tensor) -> Tensor:
     """What the stock module does once it has checked its input."""
-    if others() or F.instance_norm is not INSTANCE_NORM:
+    if others() or is_replaced(nn.InstanceNorm2d):
         return nn.InstanceNorm2d._apply_instance_norm(self, input)
     weight, running_mean = self.weight, self.running_mean
     # Of another layout the stock op keeps a copy, and of vectors one for each example. (And of one
@@ -430,10 +430,6 @@ def _apply_instance_norm(self: Any, input: Tensor) -> Tensor:
         0.0 if self.momentum is None else self.momentum,
         self.eps,
     )
-
-
-#: Torch's, unless somebody puts another in its place.
-INSTANCE_NORM = F.instance_norm
 
 
 @drop_in(spec.INSTANCE_NORM, spec.BATCH_NORM_EVAL)
