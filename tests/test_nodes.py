@@ -675,6 +675,47 @@ def test_threads_at_once() -> None:
         assert grad.equal((x > 0).float())
 
 
+@needs_nodes
+def test_another_thread_may_replace_the_parameters_of_a_module() -> None:
+    """While nodes compute, and other threads run. (What a thread reads is what it has read at
+    first: in a process of its own, as one that has been freed ends it.)
+    """
+    code = """
+import sys, threading, time, torch
+from memsave import nn
+
+def race(layer, x):
+    def replace():
+        while not done.is_set():
+            for name, tensor in {**layer._parameters, **layer._buffers}.items():
+                new = tensor.detach().clone()
+                if isinstance(tensor, torch.nn.Parameter):
+                    new = torch.nn.Parameter(new, tensor.requires_grad)
+                setattr(layer, name, new)
+
+    done = threading.Event()
+    other = threading.Thread(target=replace)
+    other.start()
+    end = time.monotonic() + 1.5
+    try:
+        while time.monotonic() < end:
+            layer(x)
+    finally:
+        done.set()
+        other.join()
+
+torch.set_num_threads(1)
+sys.setswitchinterval(1e-6)
+x = torch.randn(1, 3, 5, 5)
+race(nn.Conv2d(3, 3, 3), x)
+race(nn.Conv2d(3, 3, 3).requires_grad_(False), x.clone().requires_grad_())
+race(nn.BatchNorm2d(3), x)
+race(nn.BatchNorm2d(3).eval(), x)
+race(nn.LayerNorm(5), x)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
 def gradient(x: Tensor) -> Tensor:
     x = x.clone().requires_grad_()
     return torch.autograd.grad(memsave.functional.relu(x).sum(), x)[0]

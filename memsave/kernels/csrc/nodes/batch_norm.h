@@ -80,11 +80,13 @@ PyObject *batch_norm_of(PyObject *, PyObject *const *args, Py_ssize_t count) {
     if (trains && (module.option("track_running_stats") != Py_True || seen == Py_None)) Py_RETURN_NONE;
     if (trains && x.numel() == x.size(1)) Py_RETURN_NONE; /* for Python to refuse */
     const auto given = bias == Py_None ? std::nullopt : std::optional<Tensor>(THPVariable_Unpack(bias));
+    /* (Before another thread may replace them.) */
+    const Tensor of[] = {THPVariable_Unpack(weight), THPVariable_Unpack(mean), THPVariable_Unpack(var)};
+    const Tensor count_of_batches = trains ? THPVariable_Unpack(seen) : Tensor();
     Tensor y;
     {
         pybind11::gil_scoped_release unlocked;
-        const Tensor of[] = {THPVariable_Unpack(weight), THPVariable_Unpack(mean), THPVariable_Unpack(var)};
-        if (trains) THPVariable_Unpack(seen).add_(1);
+        if (trains) count_of_batches.add_(1);
         y = at::batch_norm(x, of[0], given, of[1], of[2], trains, options[1], options[0],
                            at::globalContext().userEnabledCuDNN());
     }

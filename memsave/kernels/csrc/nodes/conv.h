@@ -17,13 +17,15 @@ Backward convolution_backward;
 PyObject *convolution(PyObject *, PyObject *const *args, Py_ssize_t count) {
     HANDLE_TH_ERRORS
     TORCH_CHECK_TYPE(count == 10, "convolution takes 10 arguments");
-    const Tensor *x = known(args[1]), *weight = known(args[2]);
+    const Tensor *x = known(args[1]), *given_weight = known(args[2]);
     const bool has_bias = args[3] != Py_None, transposed = args[7] == Py_True;
-    const Tensor *bias = has_bias ? known(args[3]) : nullptr;
+    const Tensor *given_bias = has_bias ? known(args[3]) : nullptr;
     const int64_t groups = PyLong_AsLongLong(args[9]);
     if (PyErr_Occurred()) return nullptr;
-    if (!x || !weight || (has_bias && !bias) || !x->numel()) Py_RETURN_NONE;
-    if (x->dim() != weight->dim() || x->dim() < 3 || x->dim() > 5) Py_RETURN_NONE;
+    if (!x || !given_weight || (has_bias && !given_bias) || !x->numel()) Py_RETURN_NONE;
+    /* (Those of a module are the module's, where another thread may replace them.) */
+    const Tensor weight = *given_weight, bias = has_bias ? *given_bias : Tensor();
+    if (x->dim() != weight.dim() || x->dim() < 3 || x->dim() > 5) Py_RETURN_NONE;
     const size_t dims = x->dim() - 2;
     const auto format = any_format_of(*x, dims);
     if (x->is_cpu() && !format) Py_RETURN_NONE;
@@ -38,15 +40,15 @@ PyObject *convolution(PyObject *, PyObject *const *args, Py_ssize_t count) {
     Made made;
     made.y = compute([&] {
         const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-        const auto given = has_bias ? std::optional<Tensor>(cast(*bias)) : std::nullopt;
-        made.kept = {cast(*weight)};
+        const auto given = has_bias ? std::optional<Tensor>(cast(bias)) : std::nullopt;
+        made.kept = {cast(weight)};
         return at::convolution(cast(*x), made.kept[0], given, by[STRIDE], by[PADDING], by[DILATION], transposed,
                                by[LEFT_OVER], groups);
     });
     if (!made.y.numel()) Py_RETURN_NONE;
     for (size_t axis = 0; axis < dims && !transposed; axis++)
         by[LEFT_OVER][axis] = (x->size(2 + axis) + 2 * by[PADDING][axis] -
-                               by[DILATION][axis] * (weight->size(2 + axis) - 1) - 1) % by[STRIDE][axis];
+                               by[DILATION][axis] * (weight.size(2 + axis) - 1) - 1) % by[STRIDE][axis];
     Numbers options = {transposed, groups, x->is_cpu() ? (int64_t)*format : 0};
     for (const auto &one : by) options.append(one.begin(), one.end());
     options.append(x->sizes().begin(), x->sizes().end());
@@ -75,7 +77,8 @@ PyObject *convolution_of(PyObject *, PyObject *const *args, Py_ssize_t count) {
     const Tensor &x = THPVariable_Unpack(args[2]);
     if (!wanted || (*wanted && !(*wanted & 2)) || !are_leaves({weight, bias})) Py_RETURN_NONE;
     if (is_autocast(x) || !PyLong_CheckExact(groups)) Py_RETURN_NONE;
-    const size_t dims = THPVariable_Unpack(weight).dim() - 2;
+    const Tensor w = THPVariable_Unpack(weight); /* before another thread may replace the module's */
+    const size_t dims = w.dim() - 2;
     at::DimVector by[3];
     if (dims < 1 || dims > 3 || !sizes(stride, dims, by[STRIDE]) || !sizes(padding, dims, by[PADDING])) Py_RETURN_NONE;
     if (!sizes(dilation, dims, by[DILATION])) Py_RETURN_NONE;
@@ -85,7 +88,6 @@ PyObject *convolution_of(PyObject *, PyObject *const *args, Py_ssize_t count) {
     Tensor y;
     {
         pybind11::gil_scoped_release unlocked;
-        const Tensor w = THPVariable_Unpack(weight);
         if (dims == 1) y = at::conv1d(x, w, given, by[STRIDE], by[PADDING], by[DILATION], parts);
         else if (dims == 2) y = at::conv2d(x, w, given, by[STRIDE], by[PADDING], by[DILATION], parts);
         else y = at::conv3d(x, w, given, by[STRIDE], by[PADDING], by[DILATION], parts);
