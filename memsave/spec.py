@@ -48,9 +48,10 @@ def offset_bits(kernel: Iterable[int]) -> int:
 def adaptive_kernel(inputs: Iterable[int], outputs: Iterable[int]) -> list[int]:
     """Sizes of the largest window of adaptive pooling: the ``k``-th along an axis begins at
     ``k * input / output``, rounded down, and ends at ``(k + 1) * input / output``, rounded up.
+    What is rounded off of a begin is a multiple of the greatest common divisor.
     """
     return [
-        max([1, *[-(-(k + 1) * size // count) - k * size // count for k in range(count)]])
+        max(1, -(-(size + count - math.gcd(size, count)) // count)) if count > 0 else 1
         for size, count in zip(inputs, outputs, strict=True)
     ]
 

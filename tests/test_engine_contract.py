@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import helpers
+import numpy as np
 import pytest
 import torch
 from helpers import every_class, every_row, first, inputs, options, ours, outcome, same, stock
@@ -1258,6 +1259,15 @@ def test_averages_of_no_places(size: Any) -> None:
         y.sum().backward()
 
 
+@pytest.mark.parametrize("pool", ["adaptive_avg_pool1d", "adaptive_max_pool1d"])
+@pytest.mark.parametrize("size", [np.int64(2), torch.tensor(2), (np.int64(2),)])
+def test_sizes_of_adaptive_pooling_that_are_no_ints(pool: str, size: Any) -> None:
+    """As torch takes them."""
+    x = torch.randn(2, 3, 8).requires_grad_()
+    expected = outcome(getattr(nn.functional, pool), [x], output_size=size)
+    same(outcome(getattr(memsave.functional, pool), [x], output_size=size), expected)
+
+
 @pytest.mark.parametrize("few", [0, 2**17])
 @pytest.mark.parametrize("shape", [(2, 3, 5, 7), (4, 3)])
 def test_batch_norm_in_eval_mode_of_few_elements_and_of_many(few, shape, monkeypatch) -> None:
@@ -1435,6 +1445,21 @@ def test_rows_from_the_output_look_at_parameters_of_accelerators_once() -> None:
         assert [looks(), looks()] == [1, 0]
     torch.utils.swap_tensors(weight, nn.Parameter(torch.ones(6)))
     assert [looks(), looks()] == [1, 0]
+
+
+def test_rows_from_the_output_tell_views_of_one_storage_apart() -> None:
+    """They have one version, and one that is made anew may get the ``id`` of another."""
+    flat = torch.cat([torch.ones(6), torch.zeros(6)])
+    least = invertible.LEAST_WEIGHT[torch.float32]
+
+    def tell(*parts: slice) -> list[bool]:
+        return [invertible.tells_once(flat[part], None, least) for part in parts]
+
+    with Ops() as ops:
+        for _ in range(3):
+            assert tell(slice(6), slice(6, 12)) == [True, False]
+    assert ops.names.count("aten.all.default") == 2
+    assert tell(slice(6), slice(0, 12, 2)) == [True, False]
 
 
 def test_softsign_of_large_numbers() -> None:

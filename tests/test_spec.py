@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from dataclasses import FrozenInstanceError
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from memsave.spec import TABLE, Extra, Layer, Packing, offset_bits
+from memsave.spec import TABLE, Extra, Layer, Packing, adaptive_kernel, offset_bits
 
 ROWS = pytest.mark.parametrize("row", TABLE.values(), ids=TABLE)
 
@@ -174,3 +175,12 @@ def test_the_table_needs_the_standard_library_only() -> None:
 
 def test_an_import_of_torch_would_be_noticed() -> None:
     assert "torch" in modules_after("import memsave.function")
+
+
+def test_windows_of_adaptive_pooling() -> None:
+    """The largest of all that torch documents."""
+    for size, count in itertools.product(range(24), range(1, 24)):
+        begins = [k * size // count for k in range(count)]
+        ends = [-(-(k + 1) * size // count) for k in range(count)]
+        widest = max(end - begin for begin, end in zip(begins, ends, strict=True))
+        assert adaptive_kernel([size], [count]) == [max(1, widest)]

@@ -68,19 +68,34 @@ def tells_its_input(module: Any) -> bool:
     return _tells(weight, bias, least)
 
 
-#: What was found, by the ``id`` of the weight. (Weak references are to storages: tensors that have
+#: What was found, by where the weight lies. (Weak references are to storages: tensors that have
 #: some cannot be swapped, ``torch.utils.swap_tensors``.)
 _found: dict[int, tuple[Any, bool]] = {}
 
 
+def _state(tensor: Tensor) -> tuple[Any, ...]:
+    layout = tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+    return *layout, tensor._version, StorageWeakRef(tensor.untyped_storage())
+
+
 def tells_once(weight: Tensor, bias: Tensor | None, least: float) -> bool:
-    """As ``_tells``, looked up once per version of the parameters."""
+    """As ``_tells``, looked up once per version of the parameters. (Which views of one storage have
+    in common.)
+    """
     state = [
-        (id(tensor), tensor._version, StorageWeakRef(tensor.untyped_storage()))
-        for tensor in (weight, bias)
-        if tensor is not None
+        (
+            t._version,
+            t.data_ptr(),
+            t.dtype,
+            t.shape,
+            t.stride(),
+            StorageWeakRef(t.untyped_storage()),
+        )
+        for t in (weight, bias)
+        if t is not None
     ]
-    found = _found.get(id(weight))
+    place = weight.data_ptr()
+    found = _found.get(place)
     if found is None:
         for key, ((first, *_), _) in [*_found.items()]:
             if first[-1].expired():
@@ -88,5 +103,5 @@ def tells_once(weight: Tensor, bias: Tensor | None, least: float) -> bool:
     if found is None or found[0] != state:
         if weight.is_cuda and torch.cuda.is_current_stream_capturing():
             return False  # A CUDA graph cannot wait for a look.
-        found = _found[id(weight)] = (state, _tells(weight, bias, least))
+        found = _found[place] = (state, _tells(weight, bias, least))
     return found[1]
