@@ -832,6 +832,46 @@ def test_norms_of_an_empty_batch(name: str, form: str) -> None:
         assert (gradient.shape, gradient.dtype) == (x.shape, x.dtype)
 
 
+@every_form
+@pytest.mark.parametrize(
+    ("window", "padding"),
+    [((1, 1), [(2, 0), (2, 1)]), ((2, 1), [(3, 0), (0, 1)])],
+    ids=str,
+)
+def test_averages_of_padding_alone(window: Any, padding: Any, form: str) -> None:
+    """Of no places that count there is none."""
+
+    def run(pool: Function) -> tuple[Array, Array]:
+        y, pull = jax.vjp(lambda x: pool(x, window, (1, 1), padding, count_include_pad=False), x)
+        return y, pull(jnp.ones_like(y))
+
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, 4, 2)))
+    with function.using(form):
+        assert_close(run(F.avg_pool), run(nn.avg_pool))
+
+
+@every_form
+@pytest.mark.parametrize("prelu", [F.prelu, F.prelu_from_input])
+def test_second_derivative_of_prelu_at_zero(prelu: Function, form: str) -> None:
+    """By the input and the slope, as stock's ``where`` has it."""
+    x, slope = jnp.array([-1.0, 0.0, -0.0, 1.0]), jnp.array([0.25])
+    with function.using(form):
+        mixed = jax.grad(lambda x: jax.grad(lambda s: prelu(x, s).sum())(slope).sum())(x)
+    np.testing.assert_array_equal(mixed, [1.0, 0.0, 0.0, 0.0])
+
+
+def test_causal_padding_of_dilated_inputs() -> None:
+    """As stock, and other padding by a name."""
+    with pytest.raises(ValueError, match="not implemented for dilated inputs"):
+        F.conv(jnp.ones((1, 4, 1)), jnp.ones((3, 1, 2)), padding="CAUSAL", input_dilation=2)
+
+
+@pytest.mark.parametrize("options", [{"strides": ()}, {"kernel_dilation": (1, 1)}], ids=str)
+def test_options_of_another_number_of_axes(options: dict[str, Any]) -> None:
+    with pytest.raises(TypeError, match="the kernel has 1 axes"):
+        F.conv_transpose(jnp.ones((1, 4, 1)), jnp.ones((3, 1, 2)), **options)
+
+
 def test_dtype_of_averages() -> None:
     """Flax counts in the widest float, which is wider here."""
     x = jnp.ones((1, 4, 4, 1), jnp.float32)
@@ -855,6 +895,7 @@ def test_norms_of_arrays_of_numpy() -> None:
         ((2, 300), np.array([-1, 127], np.int8)),
         ((2, 70000), np.array([156, 65436], np.uint16)),
         ((2, 5), np.array([-1, -5], np.int32)),
+        ((5, 5), np.array([-5, -6, -10, 5, 10], np.int32)),
         ((1, 5), np.array([3, 0, 4], np.int32)),
         ((3, 1, 5), np.array([[3, 0]], np.int32)),
         ((4, 5), np.array([1], np.int32)),
@@ -878,6 +919,21 @@ def test_labels_are_those_of_optax(
         assert_close(y, expected)
         g = jnp.arange(1.0, 1 + y.size).reshape(y.shape)
         assert_close(pull(g), pull_stock(g))
+
+
+@every_form
+def test_infinite_logits_are_those_of_optax(form: str) -> None:
+    """With indices one of them is in one place, with probabilities everywhere."""
+    x = jnp.array([[0.5, jnp.inf, 1.0], [0.5, -jnp.inf, 1.0], [-jnp.inf] * 3])
+    of_labels = optax.softmax_cross_entropy_with_integer_labels
+    for k in range(3):
+        labels = jnp.full(3, k)
+        with function.using(form):
+            ours = jax.vmap(jax.value_and_grad(F.cross_entropy))(x, labels)
+            soft = jax.vmap(jax.value_and_grad(F.cross_entropy))(x, jax.nn.one_hot(labels, 3))
+        assert_close(ours, jax.vmap(jax.value_and_grad(of_labels))(x, labels))
+        stock = jax.vmap(jax.value_and_grad(optax.softmax_cross_entropy))
+        assert_close(soft, stock(x, jax.nn.one_hot(labels, 3)))
 
 
 @pytest.mark.parametrize("shape", [(2, 5), (), (3,), (1, 2)], ids=str)

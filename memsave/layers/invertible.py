@@ -82,18 +82,7 @@ def tells_once(weight: Tensor, bias: Tensor | None, least: float) -> bool:
     """As ``_tells``, looked up once per version of the parameters. (Which views of one storage have
     in common.)
     """
-    state = [
-        (
-            t._version,
-            t.data_ptr(),
-            t.dtype,
-            t.shape,
-            t.stride(),
-            StorageWeakRef(t.untyped_storage()),
-        )
-        for t in (weight, bias)
-        if t is not None
-    ]
+    state = [_state(tensor) for tensor in (weight, bias) if tensor is not None]
     place = weight.data_ptr()
     found = _found.get(place)
     if found is None:

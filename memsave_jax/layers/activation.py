@@ -154,7 +154,8 @@ def _prelu_bwd(
     if "x" in wrt:
         grads["x"] = _sloped(g, positive(saved, g.shape), _slopes(g, saved["weight"]))
     if "weight" in wrt:
-        negative = jnp.minimum(saved["x"], 0)
+        x = saved["x"]
+        negative = jnp.where(x >= 0, jnp.zeros((), x.dtype), x)
         transpose = jax.linear_transpose(lambda w: _slopes(g, w) * negative, shapes["weight"])
         (grads["weight"],) = transpose(g)
     return grads

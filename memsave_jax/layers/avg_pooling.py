@@ -62,7 +62,8 @@ def _count(
             continue
         shape = [out if a == axis else 1 for a in range(len(inputs))]
         first = lax.broadcasted_iota(jnp.int32, shape, axis) * window.stride[axis] - low
-        count = count * (jnp.minimum(first + kernel, end) - jnp.maximum(first, start))
+        inside = jnp.minimum(first + kernel, end) - jnp.maximum(first, start)
+        count = count * jnp.maximum(inside, 0)
     return count
 
 

@@ -249,6 +249,8 @@ def conv(
     elif padding == "CAUSAL":
         if dims != 1:
             raise ValueError("Causal padding is only implemented for 1D convolutions.")
+        if any(d != 1 for d in input_dilation):
+            raise ValueError("Causal padding is not implemented for dilated inputs.")
         padding = [(extent[0] - 1, 0)]
     return _conv.get(dims, _conv_primal)(
         inputs,
@@ -292,6 +294,10 @@ def conv_transpose(
     """
     dims = kernel.ndim - 2
     strides, dilation = per_axis(strides, dims), per_axis(kernel_dilation, dims)
+    if {len(strides), len(dilation)} != {dims}:
+        raise TypeError(
+            f"strides {strides}, kernel_dilation {dilation}: the kernel has {dims} axes"
+        )
     circular = padding == "CIRCULAR"
     extent = [d * (k - 1) + 1 for k, d in zip(kernel.shape, dilation, strict=False)]
     if isinstance(padding, str):

@@ -18,16 +18,20 @@ from .._xla import as_kept
 from ..function import Grads, Mask, Saved, Shapes, define
 
 
-def _normalized(x: Array, dtype: Any) -> tuple[Array, Array]:
-    """Logits that are at most zero, and the logarithm of the sum of their exponentials."""
+def _normalized(x: Array, dtype: Any, finite: bool = False) -> tuple[Array, Array]:
+    """Logits that are at most zero, and the logarithm of the sum of their exponentials.
+
+    ``finite``: infinite ones stay so, as in stock with indices (with probabilities, all are nan).
+    """
     x = x if dtype is None else x.astype(dtype)
-    x = x - lax.stop_gradient(x.max(-1, keepdims=True))
+    largest = lax.stop_gradient(x.max(-1, keepdims=True))
+    x = x - (jnp.where(jnp.isfinite(largest), largest, 0) if finite else largest)
     return x, jnp.log(jnp.exp(x).sum(-1, keepdims=True))
 
 
-def _softmax(saved: Saved, dtype: Any) -> Array:
+def _softmax(saved: Saved, dtype: Any, finite: bool = False) -> Array:
     # (Otherwise XLA may keep what forward has computed of the logits.)
-    x, log_sum = _normalized(as_kept(saved["x"], effort=3), dtype)
+    x, log_sum = _normalized(as_kept(saved["x"], effort=3), dtype, finite)
     return jnp.exp(x - log_sum)
 
 
@@ -40,7 +44,8 @@ def _of_targets(
         target = target.astype(jnp.int32)
     counts = target != ignore_index
     index = jnp.where(target < 0, target + x.shape[-1], target)  # as indices of arrays are
-    index = jnp.where(counts, index, 0)
+    # (Of those that are none, some would count from the end once more.)
+    index = jnp.where(counts, jnp.where(index < 0, x.shape[-1], index), 0)
     of_target = jnp.ones((), x.dtype) if weight is None else weight[index]
     return counts, index, jnp.where(counts, of_target, jnp.zeros((), of_target.dtype))
 
@@ -57,7 +62,7 @@ def _primal(
 ) -> Array:
     if weight is not None and weight.shape != x.shape[-1:]:
         raise ValueError(f"weight is {weight.shape}, not one of each of {x.shape[-1]} classes")
-    x, log_sum = _normalized(x, dtype)
+    x, log_sum = _normalized(x, dtype, finite=True)
     counts, index, of_target = _of_targets(x, target, weight, ignore_index)
     logp = jnp.take_along_axis(x, index[..., None], -1) - log_sum
     loss = of_target * -logp[..., 0]
@@ -116,7 +121,7 @@ def _bwd(
     label_smoothing: float = 0.0,
     dtype: Any = None,
 ) -> Grads:
-    p, weight = _softmax(saved, dtype), saved["weight"]
+    p, weight = _softmax(saved, dtype, finite=True), saved["weight"]
     counts, index, of_target = _of_targets(p, saved["target"], weight, ignore_index)
     if reduction == "mean":
         g = g / of_target.sum()
