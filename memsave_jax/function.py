@@ -360,11 +360,12 @@ def _backward(
     assert rule.bwd is not None
     grads = rule.bwd(g, wrt, Residuals.of(rule.row, wrt)(saved), shapes, **options)
     return {
-        name: _placed(grads[name].astype(shapes[name].dtype), shapes[name]) for name in sorted(wrt)
+        name: placed(grads[name].astype(shapes[name].dtype), shapes[name]) for name in sorted(wrt)
     }
 
 
-def _placed(grad: Array, like: Any) -> Array:
+def placed(grad: Array, like: Any) -> Array:
+    """As what is of this type, on an ``Explicit`` mesh."""
     found, spec = jax.typeof(grad).sharding, like.sharding.spec
     if found.spec == spec:
         return grad

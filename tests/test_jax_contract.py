@@ -936,6 +936,33 @@ def test_infinite_logits_are_those_of_optax(form: str) -> None:
         assert_close(soft, stock(x, jax.nn.one_hot(labels, 3)))
 
 
+@every_form
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_compiled_cross_entropy_behind_a_head_is_stocks(
+    has_bias: bool, dtype: Any, form: str
+) -> None:
+    """Of several axes: no more arrays of the size of the logits, beside them, than in stock."""
+    x, kernel, bias = (jnp.zeros(n, dtype) for n in ((4, 32, 8), (8, 512), 512))
+    labels = jnp.zeros((4, 32), jnp.int32)
+
+    def temporaries(loss: Function) -> int:
+        def step(x: Array, kernel: Array, bias: Array) -> Array:
+            logits = x @ kernel + bias if has_bias else x @ kernel
+            return loss(logits).mean()
+
+        program = jax.jit(jax.grad(step, (0, 1, 2))).lower(x, kernel, bias).compile()
+        return program.memory_analysis().temp_size_in_bytes
+
+    def stock(logits: Array) -> Array:
+        wide = logits.astype(jnp.float32)
+        return optax.softmax_cross_entropy_with_integer_labels(wide, labels)
+
+    with function.using(form):
+        ours = temporaries(lambda logits: F.cross_entropy(logits, labels, dtype=jnp.float32))
+    assert ours <= temporaries(stock)
+
+
 @pytest.mark.parametrize("shape", [(2, 5), (), (3,), (1, 2)], ids=str)
 def test_labels_have_one_axis_less(shape: tuple[int, ...]) -> None:
     x, labels = jnp.zeros((2, 5)), jnp.zeros(shape, jnp.int32)

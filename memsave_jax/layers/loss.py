@@ -14,25 +14,24 @@ from jax import Array, lax
 
 from memsave import spec
 
-from .._xla import as_kept
-from ..function import Grads, Mask, Saved, Shapes, define
+from .._xla import as_kept, on_gpu
+from ..function import Grads, Mask, Saved, Shapes, define, placed
 
 
-def _normalized(x: Array, dtype: Any, finite: bool = False) -> tuple[Array, Array]:
-    """Logits that are at most zero, and the logarithm of the sum of their exponentials.
+def _as(dtype: Any, x: Array) -> Array:
+    return x if dtype is None else x.astype(dtype)
 
-    ``finite``: infinite ones stay so, as in stock with indices (with probabilities, all are nan).
-    """
-    x = x if dtype is None else x.astype(dtype)
+
+def _largest(x: Array) -> Array:
+    """Logit. (An infinite one counts as none: the loss of that class alone is not finite then.)"""
     largest = lax.stop_gradient(x.max(-1, keepdims=True))
-    x = x - (jnp.where(jnp.isfinite(largest), largest, 0) if finite else largest)
+    return jnp.where(jnp.isfinite(largest), largest, 0)
+
+
+def _normalized(x: Array) -> tuple[Array, Array]:
+    """Logits that are at most zero, and the logarithm of the sum of their exponentials."""
+    x = x - lax.stop_gradient(x.max(-1, keepdims=True))
     return x, jnp.log(jnp.exp(x).sum(-1, keepdims=True))
-
-
-def _softmax(saved: Saved, dtype: Any, finite: bool = False) -> Array:
-    # (Otherwise XLA may keep what forward has computed of the logits.)
-    x, log_sum = _normalized(as_kept(saved["x"], effort=3), dtype, finite)
-    return jnp.exp(x - log_sum)
 
 
 def _of_targets(
@@ -62,12 +61,15 @@ def _primal(
 ) -> Array:
     if weight is not None and weight.shape != x.shape[-1:]:
         raise ValueError(f"weight is {weight.shape}, not one of each of {x.shape[-1]} classes")
-    x, log_sum = _normalized(x, dtype, finite=True)
+    x = _as(dtype, x)
     counts, index, of_target = _of_targets(x, target, weight, ignore_index)
-    logp = jnp.take_along_axis(x, index[..., None], -1) - log_sum
+    largest = _largest(x)
+    log_sum = jnp.log(jnp.exp(x - largest).sum(-1, keepdims=True))
+    # (Of x itself: XLA writes out what it is to look up elements of.)
+    logp = jnp.take_along_axis(x, index[..., None], -1) - largest - log_sum
     loss = of_target * -logp[..., 0]
     if label_smoothing:
-        smooth = _of_classes(log_sum - x, weight).sum(-1)
+        smooth = _of_classes(log_sum - (x - largest), weight).sum(-1)
         loss = loss * (1 - label_smoothing) + smooth * (label_smoothing / x.shape[-1])
     loss = jnp.where(counts, loss, jnp.zeros((), loss.dtype))
     return _reduced(loss, of_target.sum(), reduction)
@@ -82,7 +84,7 @@ def _primal_of_probabilities(
     label_smoothing: float = 0.0,
     dtype: Any = None,
 ) -> Array:
-    x, log_sum = _normalized(x, dtype)
+    x, log_sum = _normalized(_as(dtype, x))
     loss = (_smoothed(target, weight, label_smoothing) * (log_sum - x)).sum(-1)
     return _reduced(loss, loss.size, reduction)
 
@@ -121,20 +123,31 @@ def _bwd(
     label_smoothing: float = 0.0,
     dtype: Any = None,
 ) -> Grads:
-    p, weight = _softmax(saved, dtype, finite=True), saved["weight"]
+    x, weight = _as(dtype, saved["x"]), saved["weight"]
+    p = jnp.exp(x - _largest(x))  # but for a factor: an array that forward has, too
+    total = p.sum(-1, keepdims=True)
     counts, index, of_target = _of_targets(p, saved["target"], weight, ignore_index)
     if reduction == "mean":
         g = g / of_target.sum()
     g = jnp.where(counts, g, jnp.zeros((), g.dtype))
     hard = (g * of_target * (1 - label_smoothing))[..., None]
-    classes = lax.broadcasted_iota(index.dtype, (*index.shape, p.shape[-1]), index.ndim)
-    is_target = classes == index[..., None]
-    q = jnp.where(is_target, hard, jnp.zeros((), hard.dtype))
     if not label_smoothing:
-        return {"x": _summed(p * hard - q, p.shape)}
+        return {"x": _summed(_plus(p * (hard / total), index, -hard), p.shape)}
     soft = (g * (label_smoothing / p.shape[-1]))[..., None]
-    total = hard + soft * (p.shape[-1] if weight is None else weight.sum())
-    return {"x": _summed(p * total - q - _of_classes(soft, weight), p.shape)}
+    all_soft = soft * (p.shape[-1] if weight is None else weight.sum())
+    dx = p * ((hard + all_soft) / total) - _of_classes(soft, weight)
+    return {"x": _summed(_plus(dx, index, -hard), p.shape)}
+
+
+def _plus(x: Array, index: Array, values: Array) -> Array:
+    """``x`` and, at the indices, these values: on a GPU in the kernel that makes ``x``. XLA:CPU
+    adds a few in place, but writes out anew what it compares the indices for.
+    """
+    if on_gpu():
+        classes = lax.broadcasted_iota(index.dtype, x.shape, x.ndim - 1)
+        return x + jnp.where(classes == index[..., None], values, jnp.zeros((), values.dtype))
+    picked, pull = jax.vjp(lambda x: jnp.take_along_axis(x, index[..., None], -1), x)
+    return x + pull(placed(values.astype(x.dtype), jax.typeof(picked)))[0]
 
 
 def _bwd_of_probabilities(
@@ -147,7 +160,9 @@ def _bwd_of_probabilities(
     label_smoothing: float = 0.0,
     dtype: Any = None,
 ) -> Grads:
-    p = _softmax(saved, dtype)
+    # (Otherwise XLA may keep what forward has computed of the logits.)
+    x, log_sum = _normalized(_as(dtype, as_kept(saved["x"], effort=3)))
+    p = jnp.exp(x - log_sum)
     q = _smoothed(saved["target"], saved["weight"], label_smoothing)
     q = jnp.broadcast_to(q, jnp.broadcast_shapes(p.shape, q.shape))
     if reduction == "mean":
