@@ -524,7 +524,7 @@ def test_explicit_mesh(row: Layer, form: str, axis: int) -> None:
 
 
 @every_form
-@pytest.mark.parametrize("axis", [0, 1, 3])
+@pytest.mark.parametrize("axis", [0, 1, 2, 3])
 def test_explicit_mesh_of_group_norm_of_images(form: str, axis: int) -> None:
     halves = mesh(2, AxisType.Explicit)
     spec = ["data" if k == axis else None for k in range(4)]
@@ -533,6 +533,51 @@ def test_explicit_mesh_of_group_norm_of_images(form: str, axis: int) -> None:
         actual = jax.grad(lambda x: jnp.sin(F.group_norm(x, num_groups=2)).sum())(x)
     with jax.set_mesh(halves), function.using("stock"):
         assert_close(actual, jax.grad(lambda x: jnp.sin(F.group_norm(x, num_groups=2)).sum())(x))
+
+
+@every_form
+@pytest.mark.parametrize("axis", [0, 1, 2])
+@pytest.mark.parametrize("norm", [functools.partial(F.group_norm, num_groups=2), F.instance_norm])
+def test_sharded_images_of_group_norm_stay_where_they_are(
+    norm: Function, axis: int, form: str
+) -> None:
+    spec = ["data" if k == axis else None for k in range(4)]
+    halves, x = mesh(2), jnp.arange(192.0).reshape(2, 6, 4, 4) % 7
+    scale = bias = jnp.ones(4)
+
+    def step(x: Array, scale: Array, bias: Array) -> Any:
+        return jax.grad(lambda *args: jnp.sin(norm(*args)).sum(), (0, 1, 2))(x, scale, bias)
+
+    def run() -> tuple[Any, str]:
+        placed = jax.device_put(x, NamedSharding(halves, PartitionSpec(*spec)))
+        program = jax.jit(functools.partial(step)).lower(placed, scale, bias).compile()
+        return program(placed, scale, bias), program.as_text()
+
+    with function.using(form):
+        ours, text = run()
+    assert "all-gather" not in text
+    with function.using("stock"):
+        assert_close(ours, run()[0])
+
+
+@every_form
+def test_explicit_mesh_of_features(form: str) -> None:
+    """Split as those of the scale are."""
+    halves, x = mesh(2, AxisType.Explicit), jnp.arange(48.0).reshape(2, 6, 4) % 7
+    features, scale = PartitionSpec(None, None, "data"), jnp.arange(1.0, 5.0)
+
+    def run() -> Any:
+        def loss(x: Array, scale: Array) -> Array:
+            return jnp.sin(F.rms_norm(x, scale)).sum()
+
+        args = jax.device_put(x, features), jax.device_put(scale, PartitionSpec("data"))
+        return jax.grad(loss, (0, 1))(*args)
+
+    with jax.set_mesh(halves):
+        with function.using(form):
+            ours = run()
+        with function.using("stock"):
+            assert_close(ours, run())
 
 
 @every_form

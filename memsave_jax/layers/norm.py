@@ -24,6 +24,7 @@ from memsave.spec import Layer
 
 from .._xla import as_kept
 from ..function import Function, Grads, Mask, Saved, Shapes, define
+from ..kernels import shards_per_axis
 from .batch_norm import is_clipped, squared, wide
 from .shape import as_tuple
 
@@ -57,15 +58,13 @@ class View(NamedTuple):
     def along_space(self, array: Array) -> Array:
         """The sum along the spatial axes, in the shape that broadcasts.
 
-        As one, with all channels beside each other: XLA:CPU takes twice the time for a sum over
-        both at once.
+        With all channels beside each other: XLA:CPU takes more time, and an array more, for those
+        of groups. (The spatial axes stay as they are, as a mesh may split any of them.)
         """
         first = len(self.shape) - self.features
-        n, features = self.shape[0], self.shape[first:]
-        # (Step by step, as JAX has it where it keeps account of a mesh.)
-        array = array.reshape(n, math.prod(self.shape[1:first]), *features)
-        array = array.reshape(*array.shape[:2], math.prod(features)).sum(1)
-        return jnp.expand_dims(array.reshape(n, *features), self.spatial)
+        rest, features = self.shape[:first], self.shape[first:]
+        array = array.reshape(*rest, math.prod(features)).sum(range(1, first))
+        return jnp.expand_dims(array.reshape(rest[0], *features), self.spatial)
 
     def along_features(self, array: Array) -> Array:
         """The sum over the features of each group, in the shape that broadcasts."""
@@ -82,6 +81,8 @@ class View(NamedTuple):
         Of a sum in a backward pass XLA:CPU writes the factors out beforehand, all of full size.
         """
         vector = jnp.ones(self.shape[-1:], array.dtype) if vector is None else vector
+        if shards_per_axis(array)[-1] > 1:  # JAX cannot tell whether a product is to stay in parts.
+            return self.total(array * vector.astype(array.dtype))
         total = jnp.matmul(array, vector.astype(array.dtype), precision=lax.Precision.HIGHEST)
         return total[..., None]
 
