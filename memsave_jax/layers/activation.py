@@ -155,9 +155,8 @@ def _prelu_bwd(
         grads["x"] = _sloped(g, positive(saved, g.shape), _slopes(g, saved["weight"]))
     if "weight" in wrt:
         x = saved["x"]
-        negative = jnp.where(x >= 0, jnp.zeros((), x.dtype), x)
-        transpose = jax.linear_transpose(lambda w: _slopes(g, w) * negative, shapes["weight"])
-        (grads["weight"],) = transpose(g)
+        transpose = jax.linear_transpose(lambda w: _slopes(g, w) * x, shapes["weight"])
+        (grads["weight"],) = transpose(jnp.where(x >= 0, jnp.zeros((), g.dtype), g))
     return grads
 
 
