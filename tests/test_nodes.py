@@ -667,6 +667,20 @@ def test_a_gradient_that_somebody_has_stays_as_it_is(
     same(dx, x.grad, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("mode", ["circular", "reflect", "replicate"])
+def test_peak_of_backward_of_a_padding_mode(mode: str) -> None:
+    """The padded copies of the input and of its gradient are there one after the other."""
+
+    def peak(cls: type[nn.Module]) -> int:
+        layer = cls(8, 8, 3, padding=1, padding_mode=mode)
+        x = torch.randn(2, 8, 64, 64, requires_grad=True)
+        y = layer(x)
+        g = torch.randn_like(y)
+        return peak_bytes(lambda: torch.autograd.grad(y, [x, *layer.parameters()], g))
+
+    assert peak(memsave.nn.Conv2d) < 1.01 * peak(nn.Conv2d)
+
+
 def test_threads_at_once() -> None:
     xs = [torch.randn(1 << 16, generator=torch.Generator().manual_seed(k)) for k in range(8)]
     with ThreadPoolExecutor(4) as threads:

@@ -111,10 +111,9 @@ def _unpad(g: Tensor, pads: Sequence[tuple[int, int]], mode: str) -> Tensor:
         inner = g.narrow(axis, left, size)
         places = torch.arange(size, dtype=torch.float64, device=g.device)
         source = F.pad(places[None], (left, right), mode=mode)[0].long()
-        for start, length in ((0, left), (left + size, right)):
-            edge = g.narrow(axis, start, length)
-            inner = inner.index_add(axis, source.narrow(0, start, length), edge)
-        g = inner
+        of_left, of_right = source.narrow(0, 0, left), source.narrow(0, left + size, right)
+        inner = inner.index_add(axis, of_left, g.narrow(axis, 0, left))
+        g = inner.index_add_(axis, of_right, g.narrow(axis, left + size, right))
     return g
 
 
@@ -154,9 +153,15 @@ def _conv_bwd(
         *sizes, stride, padding, dilation, padding_mode
     )
     grads = {}
+    g = in_format(g, shapes["x"]) if "x" in wrt else g
+    if "weight" in wrt:
+        # First: its padded copy is gone before there is one of the gradient of x.
+        x = _pad(saved["x"], pads, padding_mode)
+        options = (steps, edges, apart, False, [0] * dims)
+        grads["weight"] = _weight_gradient(g, x, weight_shape, *options, groups=groups)
+        del x
     if "x" in wrt:
         padded_shape = [*x_shape[:-dims], *padded]
-        g = in_format(g, shapes["x"])
         if is_size(g.numel(), 0):
             dx = g.new_zeros(padded_shape)
         elif g.is_cuda and groups > 1 and g.ndim == dims + 2 > 3 and g.is_contiguous():
@@ -170,10 +175,7 @@ def _conv_bwd(
             adjoint = CONV_TRANSPOSE[dims]
             dx = adjoint(g, saved["weight"], None, steps, edges, left_over, groups, apart)
         grads["x"] = _unpad(dx, pads, padding_mode) if pads else dx
-    if "weight" in wrt:
-        x = _pad(saved["x"], pads, padding_mode)
-        options = (steps, edges, apart, False, [0] * dims)
-        grads["weight"] = _weight_gradient(g, x, weight_shape, *options, groups=groups)
+        del dx
     if "bias" in wrt:
         grads["bias"] = _bias_gradient(g, dims)
     return grads
