@@ -276,15 +276,24 @@ def classes_restored(model: nn.Module) -> Iterator[None]:
 
 
 # A module's class, seen through what stands before it: a lazy module has the class that it will
-# become, a parametrized one a class of its own derived from it.
+# become, a parametrized or sharded one a class of its own derived from it.
 
 
 def _layer_class(module: nn.Module) -> Class:
     if isinstance(module, LazyModuleMixin) and module.cls_to_become is not None:  # type: ignore[truthy-function]
         return module.cls_to_become
+    before = _before_layer(module)
+    return type(module) if before is None else type(module).__bases__[len(before)]
+
+
+def _before_layer(module: nn.Module) -> tuple[type, ...] | None:
+    """Of a class that torch has made for the module (or for all sharded ones of a class), what is
+    before the layer among its bases.
+    """
     if parametrize.is_parametrized(module):
-        return type(module).__bases__[0]
-    return type(module)
+        return ()
+    first = type(module).__bases__[0]
+    return (first,) if first.__module__.startswith("torch.distributed.fsdp") else None
 
 
 def _origin(module: nn.Module) -> Class:
@@ -306,12 +315,12 @@ def _drop_in_class(module: nn.Module) -> Class | None:
 def _set_class(module: nn.Module, cls: Class) -> None:
     if isinstance(module, LazyModuleMixin):
         module.cls_to_become = cls  # type: ignore[assignment]
-    elif parametrize.is_parametrized(module):
+    elif (before := _before_layer(module)) is not None:
         # Parametrizing made a class for this module, with a property for each parametrized tensor
-        # and the layer as its base; make the same one upon another base. (Copies of the module
-        # share the class, so it is not changed itself.)
+        # and the layer as its base, as sharding does; make the same one upon another base. (Copies
+        # of the module share the class, so it is not changed itself.)
         old = type(module)
-        _become(module, type(old.__name__, (cls,), dict(vars(old))))
+        _become(module, type(old.__name__, (*before, cls), dict(vars(old))))
     else:
         _become(module, cls)
 

@@ -260,7 +260,9 @@ def _dry_inputs(inputs: Any, kwargs: Any, fake: FakeTensorMode | None) -> Any:
     def own(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return _copied(value)
-        return _stand_in(value, fake).requires_grad_(value.requires_grad)
+        own = _stand_in(value, fake).requires_grad_(value.requires_grad)
+        # (What is no leaf may be overwritten.)
+        return own if value.is_leaf else own.clone()
 
     return tree_map(own, (inputs, kwargs))
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from helpers import same
 from torch import multiprocessing, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import (
     DTensor,
     Replicate,
@@ -120,13 +120,16 @@ def _fsdp(rank: int) -> None:
     expected = gradients(_sharded(network()), rank)
     model = _sharded(memsave.convert(network()))
     same(gradients(model, rank), expected)
-    # fully_shard gives modules classes of its own, so that the converter does not know them.
     after = memsave.convert(_sharded(network()))
     same(gradients(after, rank), expected)
-    listed = {entry.name: entry for entry in memsave.coverage(after)}
-    assert listed["features.0"].status == "skipped"
-    assert listed["features.1"].status == "converted"
-    same(gradients(memsave.revert(after), rank)["head.bias"], expected["head.bias"])
+    # fully_shard gives modules classes of its own.
+    for converted in (model, after):
+        listed = {entry.name: entry for entry in memsave.coverage(converted)}
+        assert listed["features.0"].status == listed["features.1"].status == "converted"
+        memsave.revert(converted)
+        assert not any(isinstance(m, memsave.nn.Conv2d) for m in converted.modules())
+        assert isinstance(converted.features[0], FSDPModule)
+        same(gradients(converted, rank)["head.bias"], expected["head.bias"])
     sharded, x = _sharded(network()), torch.ones(3, 3, 8, 8).double()
     for dry_run in (memsave.report, memsave.convert):
         with pytest.raises(RuntimeError, match="before the model is sharded"):

@@ -135,7 +135,8 @@ def _node(
 
 
 def _adaptive_node(dims: int, row: str, wrt: Mask, x: Tensor, *, output_size: Any) -> Tensor | None:
-    return kernels.nodes.adaptive_avg_pool(row, x, dims, output_size)
+    # (Of fewer axes, the stock function has its own error.)
+    return kernels.nodes.adaptive_avg_pool(row, x, dims, output_size) if x.ndim > dims else None
 
 
 def _stock_keeps_x(*, output_size: Any) -> bool:

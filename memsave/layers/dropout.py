@@ -6,6 +6,7 @@ import math
 import threading
 from collections.abc import Callable
 from functools import lru_cache, partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -243,6 +244,11 @@ _feature_dropout = define(
 )
 
 
+def _has_elements(input: Any) -> bool:
+    """Of others, stock says what they are, or returns them."""
+    return isinstance(input, Tensor) and input.numel() != 0
+
+
 def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
     """As :func:`torch.nn.functional.dropout`, with the same random numbers. Keeps one bit per
     element.
@@ -262,7 +268,7 @@ def alpha_dropout(
     """As :func:`torch.nn.functional.alpha_dropout`, with the same random numbers. Keeps one bit per
     element.
     """
-    if training is True and 0 < p < 1 and input.numel():
+    if training is True and 0 < p < 1 and _has_elements(input):
         return _alpha_dropout(input, p=p, inplace=inplace)
     return F.alpha_dropout(input, p, training, inplace)
 
@@ -272,7 +278,7 @@ def _dropout_nd(dims: int, stock: Callable[..., Tensor]) -> Callable[..., Tensor
         input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
     ) -> Tensor:
         # (Stock warns of, or reshapes, an input of other dimensions.)
-        if training is True and 0 < p < 1 and input.ndim == dims + 2 and input.numel():
+        if training is True and 0 < p < 1 and _has_elements(input) and input.ndim == dims + 2:
             return _feature_dropout(input, p=p, inplace=inplace)
         return stock(input, p, training, inplace)
 

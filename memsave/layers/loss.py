@@ -178,7 +178,7 @@ def cross_entropy(
         layer = _cross_entropy_of_probabilities if target.is_floating_point() else _cross_entropy
     if not label_smoothing > 0:
         label_smoothing = 0.0  # as stock takes what is negative
-    one = layer is not _primal and input.ndim == 1
+    one = layer is not _primal and isinstance(input, Tensor) and input.ndim == 1
     one = one and (target.ndim == 0 or target.is_floating_point())
     loss = layer(
         input[None] if one else input,

@@ -76,11 +76,11 @@ class Window:
         return table.reshape(-1).take(offsets.long()).add_(first)
 
 
-def _may_stray(dims: int, x: Tensor) -> bool:
+def _may_stray(window: Window, x: Tensor) -> bool:
     """Whether stock's index may lie outside of its window: of one of nothing but -inf that stores
-    the channels last, or of nothing but padding.
+    the channels last, or of nothing but padding, as dilated ones may be.
     """
-    return dims == 3 or x.is_cuda
+    return len(window.inputs) == 3 or x.is_cuda or max(window.dilation) > 1
 
 
 def _fwd(
@@ -101,7 +101,7 @@ def _fwd(
     window = window_of(x.shape[-dims:], y.shape[-dims:], x.device, **options)
     dtype = OFFSET[spec.offset_bits(window.kernel)]
     offsets = window.offsets(places)
-    if _may_stray(dims, x):
+    if _may_stray(window, x):
         last = math.prod(window.kernel) - 1
         offsets = (offsets.clamp if are_results_cached() else offsets.clamp_)(0, last)
     extras = {"offsets": offsets.to(dtype)}
@@ -128,8 +128,9 @@ def _bwd(
         if dx is not None:
             return {"x": dx}
     offsets = saved["offsets"]
-    places = window_of(inputs, outputs, offsets.device, **options).places(offsets)
-    if _may_stray(dims, offsets):  # and that window may begin in the padding
+    window = window_of(inputs, outputs, offsets.device, **options)
+    places = window.places(offsets)
+    if _may_stray(window, offsets):  # and that window may begin in the padding
         places.clamp_(0, math.prod(inputs) - 1)
     # Scatter along one flat axis of places; windows that overlap add up. The channels stay the
     # last axis where they are stored so (and in stock's gradient, too).
