@@ -95,6 +95,12 @@ def is_traced(x: Any) -> bool:
     return not isinstance(x, Tensor) or _is_tracing()
 
 
+def is_exported() -> bool:
+    """Whether ``torch.export`` is tracing, which is to find the calls of stock."""
+    # (is_exporting() is always true to the compiler of torch 2.11.)
+    return torch.compiler._is_exporting_flag
+
+
 def is_value_known(*args: Any) -> bool:
     """Whether a layer may look at the values of tensors: nothing traces or transforms it."""
     return not (

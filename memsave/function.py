@@ -55,6 +55,7 @@ from ._context import (
     autocast_dtype,
     has_other_meaning,
     has_tangent,
+    is_exported,
     is_special,
     is_unmapped,
     is_writable,
@@ -448,8 +449,7 @@ def _untraceable(rule: Rule, args: tuple[Any, ...], options: Mapping[str, Any]) 
         if isinstance(arg, Tensor) and (type(arg) not in OF_TORCH or is_special(arg)):
             return True
     inplace = rule.row.inplace and options.get("inplace")
-    # (is_exporting() is always true to the compiler of torch 2.11.)
-    return not rule.compiled or torch.compiler._is_exporting_flag or bool(inplace)
+    return not rule.compiled or is_exported() or bool(inplace)
 
 
 def _unservable(rule: Rule, args: tuple[Any, ...], options: Mapping[str, Any]) -> bool:

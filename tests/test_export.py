@@ -3,6 +3,7 @@
 ``torch.export``, ONNX, ``torch.jit`` and ``torch.fx``; in eval and, where stock can, in train mode.
 """
 
+import copy
 import io
 import operator
 from collections.abc import Callable
@@ -59,6 +60,27 @@ def test_export_of_each_layer(cls: type[nn.Module]) -> None:
         program = torch.export.export(helpers.build(drop_in).eval(), (x,))
         expected = torch.export.export(helpers.build(cls).eval(), (x,))
         assert targets(program) == targets(expected)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.LayerNorm([3, 4]),
+        nn.RMSNorm([3, 4]),
+        nn.Conv1d(2, 2, 3, padding="same"),
+        nn.Conv1d(2, 2, 3, padding="same", padding_mode="circular"),
+    ],
+    ids=repr,
+)
+def test_export_of_options_that_drop_ins_reckon_with(layer: nn.Module, strict: bool) -> None:
+    """Several axes, taken as one; padding by a name, taken as numbers."""
+    shape = (2, 2, 8) if isinstance(layer, nn.Conv1d) else (2, 5, 3, 4)
+    x, sizes = torch.randn(shape), ({0: torch.export.Dim.DYNAMIC},)
+    expected = torch.export.export(layer, (x,), dynamic_shapes=sizes, strict=strict)
+    converted = memsave.convert(copy.deepcopy(layer))
+    program = torch.export.export(converted, (x,), dynamic_shapes=sizes, strict=strict)
+    assert targets(program) == targets(expected)
 
 
 @pytest.mark.filterwarnings("ignore:.*legacy TorchScript-based ONNX:DeprecationWarning")

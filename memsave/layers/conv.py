@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import kernels, spec
-from .._context import amp_enabled, lowered
+from .._context import amp_enabled, is_exported, lowered
 from ..function import WEIGHT, Grads, Mask, Saved, Shapes, by_node, define, for_stock
 from .modes import is_replaced, others
 from .module import drop_in, parameters_of
@@ -416,7 +416,7 @@ def _forward(self: Any, input: Tensor) -> Tensor:
 def _padding_left(self: Any) -> Any:
     """The option, in numbers where "same" is as much on both sides: which the convolution does."""
     padding = self.padding
-    if padding == "same" and self.padding_mode == "zeros":
+    if padding == "same" and self.padding_mode == "zeros" and not is_exported():
         return _same(self.kernel_size, self.dilation) or padding
     return padding
 

@@ -15,7 +15,7 @@ from torch._C import _len_torch_function_stack
 from torch.compiler import is_dynamo_compiling
 
 from .. import kernels, spec
-from .._context import is_traced, widened
+from .._context import is_exported, is_traced, widened
 from ..function import INPUT, WEIGHT, Grads, Mask, Saved, Shapes, by_node, define, for_stock
 from ..kernels.reference import Like
 from .batch_norm import weight_or_ones
@@ -191,7 +191,9 @@ def _over_last(
         return input, *params
     shape = tuple(normalized_shape)
     dims = len(shape)
-    if is_traced(input) or input.is_nested or not dims or input.shape[-dims:] != shape:
+    if is_traced(input) or is_exported() or input.is_nested:
+        return None
+    if not dims or input.shape[-dims:] != shape:
         return None
     if float in map(type, shape):
         return None
