@@ -51,9 +51,16 @@ def adaptive_kernel(inputs: Iterable[int], outputs: Iterable[int]) -> list[int]:
     What is rounded off of a begin is a multiple of the greatest common divisor.
     """
     return [
-        max(1, -(-(size + count - math.gcd(size, count)) // count)) if count > 0 else 1
+        max(1, -(-(size + count - _gcd(size, count)) // count)) if count > 0 else 1
         for size, count in zip(inputs, outputs, strict=True)
     ]
+
+
+def _gcd(one: int, other: int) -> int:
+    """(``math.gcd`` takes no symbol, which ``torch.compile`` has for sizes.)"""
+    while other:
+        one, other = other, one % other
+    return one
 
 
 def _spatial(dims: int) -> tuple[str, str, str]:

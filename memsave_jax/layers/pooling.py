@@ -265,7 +265,8 @@ def _adaptive(dims: int, x: Array, output_size: Any) -> tuple[Array, Array]:
             inside = jnp.take_along_axis(inside, place, at) + place.astype(jnp.int32) * unit
             best.append((jnp.take_along_axis(part, place, at), inside))
         x, offsets = (jnp.concatenate(arrays, at) for arrays in zip(*best, strict=True))
-        unit *= spec.adaptive_kernel([size], [count])[0]
+        if is_known((size,)):  # (Otherwise nobody asks for the offsets.)
+            unit *= spec.adaptive_kernel([size], [count])[0]
     return x, offsets
 
 
