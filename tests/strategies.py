@@ -1,4 +1,4 @@
-"""Cases of a row, drawn from the row itself: nothing here names a layer.
+"""Cases of a row, drawn from the row itself: nothing here names a layer, nor a framework.
 
 Conventions of the table that it relies on: an axis ``kh`` is that of a kernel which slides along
 ``h``; an argument whose name ends in ``var`` is positive, and ``weight`` has no zero.
@@ -6,11 +6,14 @@ Conventions of the table that it relies on: an axis ``kh`` is that of a kernel w
 
 from __future__ import annotations
 
+import importlib
 import math
+import pkgutil
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import product
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -234,3 +237,13 @@ def _shape(axes: str, sizes: Mapping[str, Shape], options: Mapping[str, Any]) ->
         axis, _, option = token.lstrip("*").partition("/")
         shape += tuple(size // options[option] for size in sizes[axis]) if option else sizes[axis]
     return shape
+
+
+def functions_of_rows(layers: ModuleType) -> set[str]:
+    """Those in a backend's package of layers that are named like a row, or what it computes."""
+    modules = [
+        importlib.import_module(f"{layers.__name__}.{module.name}")
+        for module in pkgutil.iter_modules(layers.__path__)
+    ]
+    names = {*TABLE, *(row.op for row in TABLE.values())}
+    return {n for module in modules for n, f in vars(module).items() if n in names and callable(f)}

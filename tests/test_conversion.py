@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import every_class, same
+from strategies import functions_of_rows
 from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrizations, parametrize, prune
@@ -74,6 +75,12 @@ def test_drop_ins_are_built_like_stock(cls: type[nn.Module]) -> None:
         assert isinstance(built, cls)
         assert repr(built) == repr(expected).replace(cls.__name__, f"memsave.{drop_in.__name__}", 1)
         assert STOCK[drop_in] is cls
+
+
+def test_every_function_is_public() -> None:
+    """The list that is written out, ``memsave.functional``, follows the layers."""
+    missing = functions_of_rows(memsave.layers) - {*memsave.functional.__all__}
+    assert not missing, "import them in memsave/functional.py, and name them in its __all__"
 
 
 def test_in_place_and_back() -> None:

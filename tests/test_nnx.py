@@ -25,6 +25,7 @@ import pytest
 from flax import nnx
 from flax.nnx.nn.dtypes import promote_dtype
 from jax import lax
+from strategies import functions_of_rows
 
 import memsave_jax
 from memsave import spec
@@ -596,6 +597,12 @@ def test_every_row_has_a_drop_in() -> None:
         assert [_convert_nnx.STOCK[drop_in] for drop_in in drop_ins] == [stock] * len(drop_ins)
         if isinstance(stock, type):
             assert stock.__name__ == drop_ins[0].__name__
+
+
+def test_every_function_is_public() -> None:
+    """The list that is written out, ``memsave_jax.functional``, follows the layers."""
+    missing = functions_of_rows(memsave_jax.layers) - {*memsave_jax.functional.__all__}
+    assert not missing, "import them in memsave_jax/functional.py, and name them in its __all__"
 
 
 # What is kept.
