@@ -667,6 +667,7 @@ def test_a_gradient_that_somebody_has_stays_as_it_is(
     same(dx, x.grad, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events:UserWarning")
 @pytest.mark.parametrize("mode", ["circular", "reflect", "replicate"])
 def test_peak_of_backward_of_a_padding_mode(mode: str) -> None:
     """The padded copies of the input and of its gradient are there one after the other."""
