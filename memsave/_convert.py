@@ -292,8 +292,9 @@ def _before_layer(module: nn.Module) -> tuple[type, ...] | None:
     """
     if parametrize.is_parametrized(module):
         return ()
-    first = type(module).__bases__[0]
-    return (first,) if first.__module__.startswith("torch.distributed.fsdp") else None
+    first, *rest = type(module).__bases__
+    is_sharded = rest and first.__module__.startswith("torch.distributed.fsdp")
+    return (first,) if is_sharded else None
 
 
 def _origin(module: nn.Module) -> Class:
