@@ -711,7 +711,7 @@ def race(layer, x):
     done = threading.Event()
     other = threading.Thread(target=replace)
     other.start()
-    end = time.monotonic() + 1.5
+    end = time.monotonic() + 0.5
     try:
         while time.monotonic() < end:
             layer(x)
