@@ -141,12 +141,10 @@ def _adaptive_node(dims: int, row: str, wrt: Mask, x: Tensor, *, output_size: An
 
 def _stock_keeps_x(*, output_size: Any) -> bool:
     """But to one element per channel, where torch takes the mean."""
-    if type(output_size) in (int, tuple) and output_size in (1, (1, 1)):  # as most models have it
-        return False
-    if not isinstance(output_size, int | list | tuple):
-        return False  # Of what else there is, stock is to say whether it takes it.
-    sizes = [output_size] if isinstance(output_size, int) else output_size
-    return not all(size == 1 for size in sizes)
+    if isinstance(output_size, int):
+        return output_size != 1
+    # (Of what else there is, stock is to say whether it takes it.)
+    return isinstance(output_size, list | tuple) and any(size != 1 for size in output_size)
 
 
 _avg_pool1d, _avg_pool2d, _avg_pool3d = (
