@@ -151,6 +151,13 @@ def test_goes_by_who_wants_a_gradient() -> None:
     assert classes(model)[1] is memsave.nn.ReLU
 
 
+def test_examples_that_are_no_leaves_may_be_overwritten() -> None:
+    x = torch.randn(4, WIDTH, requires_grad=True) * 1
+    model = memsave.convert(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH)), x)
+    assert isinstance(model[1], memsave.nn.Linear)
+    assert x._version == 0
+
+
 def test_stock_layers_may_be_least() -> None:
     """Of what is an input of the model, and so alive. (And nothing warns.)"""
     x = torch.randn(4, WIDTH, requires_grad=True)

@@ -932,6 +932,9 @@ WRONG_CALLS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "value beyond float32": lambda f, x: f.threshold(x, 0.0, 1e39),
     "value of reflected padding": lambda f, x: f.pad(x, [1, 1], "reflect", 3.0),
     "weight of prelu": lambda f, x: f.prelu(x, 0.2),
+    "no input of alpha_dropout": lambda f, x: f.alpha_dropout(None, training=True),
+    "no input of cross_entropy": lambda f, x: f.cross_entropy(None, torch.tensor([1])),
+    "axes of adaptive_avg_pool2d": lambda f, x: f.adaptive_avg_pool2d(x.flatten(1), (4, 4)),
     "targets of one example": lambda f, x: f.cross_entropy(x.flatten(), torch.tensor([1, 2])),
 }
 
@@ -1257,6 +1260,15 @@ def test_averages_of_no_places(size: Any) -> None:
     y = memsave.functional.adaptive_avg_pool2d(x, size)
     with pytest.raises(RuntimeError, match="non-zero size"):
         y.sum().backward()
+
+
+def test_gradient_of_windows_of_nothing_but_padding() -> None:
+    """Dilated ones may be so. It is somewhere in the input: stock's places may lie outside."""
+    x = torch.zeros(1, 1, 1, requires_grad=True)
+    y = memsave.functional.max_pool1d(x, 2, 1, padding=1, dilation=2)
+    (dx,) = torch.autograd.grad(y, x, torch.ones_like(y))
+    assert y.isinf().all()
+    assert dx.sum() == y.numel()
 
 
 @pytest.mark.parametrize("pool", ["adaptive_avg_pool1d", "adaptive_max_pool1d"])
