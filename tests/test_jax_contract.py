@@ -550,7 +550,7 @@ def test_sharded_images_of_group_norm_stay_where_they_are(
 
     def run() -> tuple[Any, str]:
         placed = jax.device_put(x, NamedSharding(halves, PartitionSpec(*spec)))
-        program = jax.jit(functools.partial(step)).lower(placed, scale, bias).compile()
+        program = jax.jit(step).lower(placed, scale, bias).compile()
         return program(placed, scale, bias), program.as_text()
 
     with function.using(form):
