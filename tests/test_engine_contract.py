@@ -888,6 +888,14 @@ ERRORS = {
     "same padding with stride": (lambda m: m.Conv2d(3, 2, 3, stride=2, padding="same"), BATCH),
     "unknown padding mode": (lambda m: m.Conv2d(3, 2, 3, padding_mode="mirror"), BATCH),
     "groups that do not divide": (lambda m: m.Conv2d(3, 2, 3, groups=2), BATCH),
+    "a window of one axis too many": (lambda m: m.Conv1d(3, 2, (3, 3)), BATCH),
+    "a window of one axis too few": (lambda m: m.Conv2d(3, 2, (3,), padding="same"), BATCH),
+    "a window of no axes": (lambda m: m.Conv2d(3, 2, ()), BATCH),
+    "a window of no axes, transposed": (lambda m: m.ConvTranspose2d(3, 2, ()), BATCH),
+    "padding of no axes": (
+        lambda m: m.Conv2d(3, 2, 1, padding=(), padding_mode="circular"),
+        BATCH,
+    ),
     "zero stride": (lambda m: m.Conv2d(3, 2, 3, stride=0), BATCH),
     "zero stride of MaxPool2d": (lambda m: m.MaxPool2d(2, stride=0), BATCH),
     "zero stride of AvgPool2d": (lambda m: m.AvgPool2d(2, stride=0), BATCH),
@@ -1090,6 +1098,26 @@ def test_an_empty_batch() -> None:
         y.sum().backward()
         assert y.shape == (0, 4, 3, 3)
         assert x.grad.shape == x.shape
+
+
+@pytest.mark.parametrize("is_index", [True, False], ids=["indices", "probabilities"])
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}], ids=str)
+def test_a_loss_of_no_classes(options: dict[str, float], is_index: bool) -> None:
+    target = torch.full((3,), -100) if is_index else torch.zeros(3, 0)
+    results = []
+    for functional in (nn.functional, memsave.functional):
+        x = torch.zeros(3, 0, requires_grad=True)
+        loss = functional.cross_entropy(x, target, **options)
+        results.append((loss, torch.autograd.grad(loss, x)))
+    same(*results)
+
+
+@pytest.mark.parametrize("cls", [memsave.nn.Dropout, memsave.nn.DropoutFromRng])
+def test_dropout_of_nothing_is_its_input(cls: type[nn.Module]) -> None:
+    """As of stock."""
+    x = torch.zeros(0, 3, requires_grad=True)
+    assert nn.Dropout()(x) is x
+    assert cls()(x) is x
 
 
 # Layers whose call is more than their row.

@@ -399,6 +399,9 @@ _TRANSPOSE = {1: conv_transpose1d, 2: conv_transpose2d, 3: conv_transpose3d}
 
 
 def _forward(self: Any, input: Tensor) -> Tensor:
+    dims = self._dims
+    if len(self.kernel_size) != dims:
+        return _STOCK[dims].forward(self, input)  # type: ignore[no-any-return]  # whose error it is
     row = _ROWS.get(type(self))
     if row is not None and (y := by_node("convolution_of", row, self, input)) is not None:
         return y
@@ -407,7 +410,7 @@ def _forward(self: Any, input: Tensor) -> Tensor:
     pads = padding == "same" or self.padding_mode != "zeros"
     if pads or getattr(own, "__func__", own) is not _conv_forward:
         return own(input, self.weight, self.bias)  # type: ignore[no-any-return]
-    dims, options = len(self.kernel_size), (self.stride, padding, self.dilation, self.groups)
+    options = (self.stride, padding, self.dilation, self.groups)
     if (parameters := for_stock(self, WEIGHT, input, casts=True)) is not None:
         return CONV[dims](input, *parameters, *options)
     return _FUNCTIONAL[dims](input, *parameters_of(self), *options)
@@ -429,15 +432,16 @@ def _same(kernel: Sequence[int], dilation: Ints) -> tuple[int, ...]:
 
 
 def _conv_forward(self: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    dims = len(self.kernel_size)
-    if others() or is_replaced(_STOCK[dims]):
+    dims = self._dims
+    if len(self.kernel_size) != dims or others() or is_replaced(_STOCK[dims]):
         return _STOCK[dims]._conv_forward(self, input, weight, bias)
     padding, mode = _padding_left(self), self.padding_mode
     if mode != "zeros":
         pads = self._reversed_padding_repeated_twice
         own = _flat(_padding(padding, mode, self.kernel_size, self.dilation)[0])
-        # Autocast pads, and adds up the gradients of what was copied, before it rounds.
-        if [*pads] != own or amp_enabled(input.device.type):
+        # Autocast pads, and adds up the gradients of what was copied, before it rounds. (And of no
+        # axes padding is an error.)
+        if not pads or [*pads] != own or amp_enabled(input.device.type):
             input, padding, mode = F.pad(input, pads, mode=mode), 0, "zeros"
     elif padding == "same" and weight.requires_grad and amp_enabled(input.device.type):
         # Autocast has one narrow copy of the weight for all calls, which the rule cannot ask for.
@@ -458,6 +462,7 @@ def _conv_forward(self: Any, input: Tensor, weight: Tensor, bias: Tensor | None)
 class Conv1d(nn.Conv1d):
     """As :class:`torch.nn.Conv1d`."""
 
+    _dims = 1
     forward, _conv_forward = _forward, _conv_forward  # type: ignore[assignment]
 
 
@@ -465,6 +470,7 @@ class Conv1d(nn.Conv1d):
 class Conv2d(nn.Conv2d):
     """As :class:`torch.nn.Conv2d`."""
 
+    _dims = 2
     forward, _conv_forward = _forward, _conv_forward  # type: ignore[assignment]
 
 
@@ -472,16 +478,24 @@ class Conv2d(nn.Conv2d):
 class Conv3d(nn.Conv3d):
     """As :class:`torch.nn.Conv3d`."""
 
+    _dims = 3
     forward, _conv_forward = _forward, _conv_forward  # type: ignore[assignment]
 
 
 _STOCK: dict[int, Any] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
+_STOCK_TRANSPOSE: dict[int, Any] = {
+    1: nn.ConvTranspose1d,
+    2: nn.ConvTranspose2d,
+    3: nn.ConvTranspose3d,
+}
 #: Of these classes themselves: those that derive from them may compute something else.
 _ROWS = {Conv1d: spec.CONV1D, Conv2d: spec.CONV2D, Conv3d: spec.CONV3D}
 
 
 def _forward_transpose(self: Any, input: Tensor, output_size: list[int] | None = None) -> Tensor:
-    dims = len(self.kernel_size)
+    dims = self._dims
+    if len(self.kernel_size) != dims:
+        return _STOCK_TRANSPOSE[dims].forward(self, input, output_size)  # type: ignore[no-any-return]
     geometry = (self.stride, self.padding, self.kernel_size, dims, self.dilation)
     output_padding = self._output_padding(input, output_size, *geometry)
     options = (self.stride, self.padding, output_padding, self.groups, self.dilation)
@@ -494,6 +508,7 @@ def _forward_transpose(self: Any, input: Tensor, output_size: list[int] | None =
 class ConvTranspose1d(nn.ConvTranspose1d):
     """As :class:`torch.nn.ConvTranspose1d`."""
 
+    _dims = 1
     forward = _forward_transpose
 
 
@@ -501,6 +516,7 @@ class ConvTranspose1d(nn.ConvTranspose1d):
 class ConvTranspose2d(nn.ConvTranspose2d):
     """As :class:`torch.nn.ConvTranspose2d`."""
 
+    _dims = 2
     forward = _forward_transpose
 
 
@@ -508,4 +524,5 @@ class ConvTranspose2d(nn.ConvTranspose2d):
 class ConvTranspose3d(nn.ConvTranspose3d):
     """As :class:`torch.nn.ConvTranspose3d`."""
 
+    _dims = 3
     forward = _forward_transpose

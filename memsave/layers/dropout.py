@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .. import kernels, spec
@@ -246,7 +247,7 @@ _feature_dropout = define(
 
 def _has_elements(input: Any) -> bool:
     """Of others, stock says what they are, or returns them."""
-    return isinstance(input, Tensor) and input.numel() != 0
+    return isinstance(input, Tensor) and (is_dynamo_compiling() or input.numel() != 0)
 
 
 def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
@@ -257,7 +258,7 @@ def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool 
         input: Any shape and floating dtype; overwritten if ``inplace``.
         p: Probability of an element to be zeroed; a constant factor where it is 0 or 1.
     """
-    if training is True and 0 < p < 1:
+    if training is True and 0 < p < 1 and _has_elements(input):
         return _dropout(input, p=p, inplace=inplace)
     return F.dropout(input, p, training, inplace)
 
@@ -314,7 +315,7 @@ class DropoutFromRng(nn.Dropout):
     """As :class:`torch.nn.Dropout`. Keeps the state of the random generator alone."""
 
     def forward(self, input: Tensor) -> Tensor:
-        if self.training and 0 < self.p < 1:
+        if self.training and 0 < self.p < 1 and _has_elements(input):
             return _dropout_from_rng(input, p=self.p, inplace=self.inplace)
         return F.dropout(input, self.p, self.training, self.inplace)
 

@@ -83,6 +83,8 @@ def _bwd(
     label_smoothing: float = 0.0,
 ) -> Grads:
     x, target, weight = saved["x"], saved["target"], saved["weight"]
+    if not x.shape[1]:
+        return {"x": torch.zeros_like(x)}  # (where every target is to be ignored)
     p = _softmax(x, g)
     counts = target != ignore_index
     index = (target * counts).long()
@@ -115,6 +117,8 @@ def _bwd_of_probabilities(
     label_smoothing: float = 0.0,
 ) -> Grads:
     x, q, weight = saved["x"], saved["target"], saved["weight"]
+    if not x.shape[1]:
+        return {"x": torch.zeros_like(x)}
     p = _softmax(x, g)
     q = q.to(p.dtype)
     if label_smoothing:

@@ -106,7 +106,7 @@ PyObject *dropout(PyObject *, PyObject *const *args, Py_ssize_t count) {
     if (!x || args[3] != Py_True || !numbers(args + 2, &p, 1) || !(0 < p && p < 1)) Py_RETURN_NONE;
     const int inplace = PyObject_IsTrue(args[4]), from_rng = PyObject_IsTrue(args[5]);
     if (inplace < 0 || from_rng < 0) return nullptr;
-    if (!at::isFloatingType(x->scalar_type()) || x->element_size() < 2) Py_RETURN_NONE;
+    if (!at::isFloatingType(x->scalar_type()) || x->element_size() < 2 || !x->numel()) Py_RETURN_NONE;
     const double factor = factor_of(p, x->scalar_type());
     if (x->is_cuda()) {
         if (from_rng) Py_RETURN_NONE;
