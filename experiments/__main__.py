@@ -153,10 +153,12 @@ def _run(name: str, args: argparse.Namespace, rest: list[str], argv: Sequence[st
     experiment = load(name)
     config = experiment.config(args.size)
     chosen = tyro.cli(type(config), default=config, args=rest, prog=f"{PROG} run {name}")
+    if unknown := experiment.unknown(chosen):
+        return _fail(unknown)
     try:
         cases = list(experiment.cases(chosen))
-    except KeyError as error:
-        return _fail(f"{name} knows no {error}")
+    except (KeyError, ValueError) as error:
+        return _fail(f"{name}: {error}")
     only = [case for case in cases if getattr(args, "only", "") in str(case)]
     command = f"{PROG} {shlex.join(argv)}"
     run = harness.Run(
@@ -176,7 +178,7 @@ def _run(name: str, args: argparse.Namespace, rest: list[str], argv: Sequence[st
     if large and args.verb != "submit":
         return _fail(_too_large(experiment, large))
     if args.again:
-        run.parts.remove()
+        run.parts.forget(map(harness.plain, only))
     elif len(run.left()) < len(only):
         print(f"{name}: going on with a run that was stopped; --again starts anew")
     try:
@@ -254,7 +256,7 @@ def _page(folder: Path) -> Path:
     from . import render, results
 
     page = render.page(map(load, EXPERIMENTS), folder)
-    if folder == results.FOLDER:
+    if folder.resolve() == results.FOLDER.resolve():
         for text in TEXTS:
             text.write_text(render.fill(text.read_text(), load, folder))
     return page

@@ -336,6 +336,7 @@ EXPERIMENT = Experiment(
         ),
         "default": Config(),
     },
+    choices=paper.CHOICES | {"more_models": paper.MODELS, "more_scenarios": paper.SCENARIOS},
     case=Case,
     cases=cases,
     measure=measure,

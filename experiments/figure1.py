@@ -534,6 +534,7 @@ EXPERIMENT = Experiment(
         "default": Config(),
         "paper": Config(shrink=1),
     },
+    choices={"kinds": KINDS, "trainable": TRAINABLE, "implementations": IMPLEMENTATIONS},
     case=Case,
     cases=cases,
     measure=measure,

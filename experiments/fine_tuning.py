@@ -379,6 +379,7 @@ EXPERIMENT = Experiment(
         "default": Config(),
         "paper": Config(size=32),
     },
+    choices={"trained": TRAINED},
     case=Case,
     cases=cases,
     measure=measure,

@@ -205,6 +205,7 @@ EXPERIMENT = Experiment(
         "quick": Config(repeats=5),
         "default": Config(),
     },
+    choices={"layers": LAYERS},
     case=Case,
     cases=cases,
     measure=measure,

@@ -249,6 +249,12 @@ EXPERIMENT = Experiment(
         "tiny": Config(("MLP",), ("relu",), ("float32",), width=64),
         "default": Config(),
     },
+    choices={
+        "nets": {*LAYERS, *flax_scenarios.MODELS},
+        "dtypes": DTYPES,
+        "wanted": WANTED,
+        "target": hlo.TARGETS,
+    },
     case=Case,
     cases=cases,
     measure=measure,

@@ -333,6 +333,7 @@ EXPERIMENT = Experiment(
         "quick": Config(USUAL),
         "default": Config(),
     },
+    choices={"ops": ROWS},
     case=Case,
     cases=cases,
     measure=measure,

@@ -12,7 +12,7 @@ all three.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -121,6 +121,12 @@ MODELS = {
         16,
         TRANSFORMER_SCENARIOS,
     ),
+}
+
+
+CHOICES: dict[str, Collection[str]] = {
+    "models": MODELS,
+    "scenarios": {scenario.name for model in MODELS.values() for scenario in model.scenarios},
 }
 
 
@@ -351,6 +357,7 @@ EXPERIMENT = Experiment(
         "default": Config(),
         "paper": Config(("ResNet-101",), batch=64, repeats=3),
     },
+    choices=CHOICES,
     case=Case,
     cases=cases,
     measure=measure,

@@ -8,7 +8,7 @@ are there, they replace the experiment's older results (:mod:`experiments.result
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -50,6 +50,8 @@ class Experiment(Generic[Config, Case]):
         exact: Whether the figures are counts, which do not mind what else the machine does.
         accelerator: Whether it is measured on one where there is one. (Counts, and kernels of the
             CPU, are not.)
+        libraries: Whose versions are told besides those of the framework.
+        choices: The values that some of the options know.
         backend: Processes of "torch" start as forks of one that has imported the experiment and
             done nothing else. JAX does not like forks.
     """
@@ -66,6 +68,8 @@ class Experiment(Generic[Config, Case]):
     memory: Callable[[Case], int] = lambda case: 2 * GIB
     exact: bool = False
     accelerator: bool = True
+    libraries: Sequence[str] = ()
+    choices: Mapping[str, Collection[Any]] = field(default_factory=dict)
     backend: Literal["torch", "jax"] = "torch"
 
     @property
@@ -76,7 +80,17 @@ class Experiment(Generic[Config, Case]):
     @property
     def settings(self) -> dict[str, Any]:
         """Those with which a case is measured here."""
-        return results.settings(self.backend, self.accelerator)
+        return results.settings(self.backend, self.accelerator, self.libraries)
+
+    def unknown(self, config: Config) -> str:
+        """Of a value that an option does not know, a sentence."""
+        for option, known in self.choices.items():
+            given = getattr(config, option)
+            for value in given if isinstance(given, tuple) else (given,):
+                if value not in known:
+                    there_are = ", ".join(map(str, known))
+                    return f"{self.name} has no {option} {value!r}; there are {there_are}"
+        return ""
 
     def config(self, size: str) -> Config:
         """The configuration of a size."""
@@ -137,9 +151,8 @@ class Run(Generic[Case]):
         """Measure a case in a process, and keep what came out."""
         experiment, process = self.experiment, self._process()
         try:
-            record = process.submit(
-                _record, experiment.measure, experiment.backend, experiment.accelerator, case
-            ).result()
+            taken = (experiment.backend, experiment.accelerator, experiment.libraries)
+            record = process.submit(_record, experiment.measure, taken, case).result()
         except Exception as error:
             if isinstance(error, BrokenExecutor):
                 self._shared = None
@@ -147,7 +160,7 @@ class Run(Generic[Case]):
         finally:
             if process is not self._shared:
                 process.shutdown()
-        self.parts.write(record, options=self.options, command=self.command)
+        self.parts.write(record, options=self.options, command=self.command, **results.state())
         return None
 
     def _process(self) -> ProcessPoolExecutor:
@@ -198,7 +211,7 @@ class Run(Generic[Case]):
         whole = self.whole and finished
         results.replace(self.folder, name, fresh, whole)
         if finished:
-            self.parts.remove()
+            self.parts.forget(map(plain, self.cases))
         return self.experiment.typed(fresh)
 
 
@@ -207,7 +220,5 @@ def plain(case: Any) -> dict[str, Any]:
     return asdict(case)
 
 
-def _record(
-    measure: Callable[[Any], dict[str, Any]], backend: str, accelerator: bool, case: Any
-) -> Plain:
-    return Record(plain(case), measure(case), results.settings(backend, accelerator))
+def _record(measure: Callable[[Any], dict[str, Any]], taken: tuple[Any, ...], case: Any) -> Plain:
+    return Record(plain(case), measure(case), results.settings(*taken))

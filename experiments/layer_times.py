@@ -56,7 +56,7 @@ SHAPES = {
 #: Steps that are timed as one.
 CALLS = {"64x64": 100}
 #: Gradients of outputs differ in rounding where sums are taken in another order.
-TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2}
+TOLERANCE = {"float64": 1e-10, "float32": 1e-4, "float16": 5e-3, "bfloat16": 2e-2}
 #: By which memsave may keep more than stock: for its parameters alone, RMSNorm keeps the input
 #: (which a neighbour may keep too) and a number per row, stock the normalized input alone.
 MARGIN = 0.02
@@ -387,6 +387,7 @@ EXPERIMENT = Experiment(
         ),
         "default": Config(),
     },
+    choices={"layers": LAYERS, "sizes": SHAPES, "dtype": TOLERANCE},
     case=Case,
     cases=cases,
     measure=measure,

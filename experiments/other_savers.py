@@ -452,6 +452,7 @@ EXPERIMENT = Experiment(
         "default": Config(),
         "paper": Config(("ResNet-50", "ViT"), batch=64, layers=0, repeats=9),
     },
+    choices=paper.CHOICES | {"compiled": paper.SCENARIOS},
     case=Case,
     cases=cases,
     measure=measure,

@@ -5,7 +5,7 @@ Every model is a :class:`Step`: ``step(x, labels)`` is the cross-entropy loss. W
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -240,6 +240,8 @@ SCENARIOS = {
     "Surgical": Scenario(lambda layers: layers[: len(layers) // 4 + 1]),
     "SurgicalLast": Scenario(lambda layers: layers[-(len(layers) // 4 + 1) :], input=True),
 }
+#: Of the options of experiments.
+CHOICES: dict[str, Collection[str]] = {"models": MODELS, "scenarios": SCENARIOS}
 #: An untied head stays trainable in these.
 _WITH_HEAD = ("All", "Input", "Norm")
 

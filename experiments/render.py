@@ -106,6 +106,7 @@ def page(experiments: Iterable[Experiment[Any, Any]], folder: Path) -> Path:
         for key, records in found.items():
             text += _section(experiment, key, records, folder)
     path = folder / PAGE
+    folder.mkdir(parents=True, exist_ok=True)
     path.write_text("\n\n".join(part.strip("\n") for part in text) + "\n")
     return path
 

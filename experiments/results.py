@@ -11,9 +11,11 @@ import json
 import os
 import platform
 import re
-import shutil
-from collections.abc import Iterator, Sequence
+import subprocess
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -37,22 +39,62 @@ class Record(Generic[Case]):
 Plain = Record[dict[str, Any]]
 
 
-def settings(backend: str, accelerator: bool = True) -> dict[str, Any]:
-    """Versions, device, and threads that a result is taken with, and of which source.
+LIBRARIES = {"torch": ("torch", "transformers"), "jax": ("jax", "jaxlib", "flax")}
+
+
+def settings(
+    backend: str, accelerator: bool = True, libraries: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Versions, device, threads and kernels that a result is taken with, and of which source.
 
     Args:
         backend: "torch" or "jax".
         accelerator: Whether it is measured on one where there is one.
+        libraries: Others that have a part in it.
     """
-    libraries = ("torch", "transformers") if backend == "torch" else ("jax", "flax")
     return {
         "python": platform.python_version(),
-        **{name: version(name) for name in libraries},
+        **{name: version(name) for name in (*LIBRARIES[backend], *libraries)},
         "device": device(backend) if accelerator else platform.machine(),
         "processor": processor(),
-        "threads": int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1)),
+        "threads": threads(backend),
+        **({"kernels": _kernels()} if backend == "torch" else {}),
         "source": _source(),
     }
+
+
+def threads(backend: str) -> int:
+    """How many the CPU's operations have: by default one for each processor of the process."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    usual = os.cpu_count() or 1 if affinity is None else len(affinity(0))
+    return int(os.environ.get("OMP_NUM_THREADS", usual)) if backend == "torch" else usual
+
+
+def _kernels() -> str:
+    """Which of memsave's kernels are there: what was compiled when it was installed."""
+    from memsave import kernels
+
+    names = [module.__name__.rpartition(".")[2] for module in kernels.IMPLEMENTATIONS]
+    return "+".join([*names, *["nodes"] * (kernels.nodes is not None)]) or "none"
+
+
+def state() -> dict[str, str]:
+    """The day, and the commit that is checked out, with a plus where code differs from it."""
+    return {"date": datetime.now(UTC).date().isoformat(), "commit": _commit()}
+
+
+@cache
+def _commit() -> str:
+    root = Path(__file__).parents[1]
+
+    def git(*words: str) -> str:
+        with suppress(OSError):  # no git
+            done = subprocess.run(("git", *words), cwd=root, capture_output=True, text=True)
+            return done.stdout.strip()
+        return ""
+
+    code = (*PACKAGES, ":(glob)experiments/*.py")
+    return git("rev-parse", "--short", "HEAD") + "+" * bool(git("status", "-s", "--", *code))
 
 
 def device(backend: str) -> str:
@@ -198,6 +240,9 @@ class Parts:
         path = self._file(case)
         return Record(**json.loads(path.read_text())) if path.exists() else None
 
-    def remove(self) -> None:
-        """Forget all."""
-        shutil.rmtree(self.path, ignore_errors=True)
+    def forget(self, cases: Iterable[dict[str, Any]]) -> None:
+        """Remove the records of these cases. (Others may be of another run that was stopped.)"""
+        for case in cases:
+            self._file(case).unlink(missing_ok=True)
+        with suppress(OSError):  # it is not there, or not empty
+            self.path.rmdir()

@@ -280,6 +280,7 @@ EXPERIMENT = Experiment(
         "default": Config(),
         "paper": Config(tuple(paper.MODELS), batch=0, sequences=(0,), layers=0, repeats=15),
     },
+    choices=paper.CHOICES,
     case=Case,
     cases=cases,
     measure=measure,

@@ -245,6 +245,7 @@ EXPERIMENT = Experiment(
         "quick": Config(SMALL, layers=2, dropout=False),
         "default": Config(),
     },
+    choices=paper.CHOICES,
     case=Case,
     cases=cases,
     measure=measure,

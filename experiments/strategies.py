@@ -468,6 +468,7 @@ EXPERIMENT = Experiment(
         "default": Config(),
         "paper": Config(batch=64, layers=0, repeats=9),
     },
+    choices={"models": paper.MODELS, "strategies": STRATEGIES, "scenario": paper.SCENARIOS},
     case=Case,
     cases=cases,
     measure=measure,

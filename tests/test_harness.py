@@ -172,7 +172,9 @@ def test_some_cases_replace_only_themselves(tmp_path):
 def test_results_carry_versions_device_and_command(tmp_path):
     run(tmp_path, "--quick")
     (record,) = results.read(tmp_path, "toy_experiment")
-    assert record.settings.keys() >= {"python", "torch", "device", "threads", "source"}
+    assert record.settings.keys() >= {
+        *("python", "torch", "tyro", "device", "threads", "kernels", "source", "date", "commit")
+    }
     assert record.settings["size"] == "quick"
     expected = f"python -m experiments run toy_experiment --results {tmp_path} --quick"
     assert record.settings["command"] == expected
@@ -278,7 +280,17 @@ def test_unknown_names_and_options(tmp_path, capsys):
     assert "nonsense" in capsys.readouterr().err
     assert run(tmp_path, "--only", "number=7") == 2
     assert "number=1" in capsys.readouterr().err
+    assert run(tmp_path, "--numbers", "1001") == 2
+    assert "toy_experiment has no numbers 1001" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_for_results_is_made(tmp_path):
+    (tmp_path / "1 raises").touch()
+    folder = tmp_path / "new"
+    assert run(folder, "--folder", str(tmp_path), "--numbers", "1") == 1
+    assert (folder / render.PAGE).exists()
+    assert run(tmp_path / "another", verb="plot") == 0
 
 
 def test_too_little_memory(tmp_path, capsys):
@@ -333,3 +345,9 @@ def test_interruption_keeps_what_is_finished(tmp_path, monkeypatch):
     other = harness.Run(experiment, cases, "default", "command", folder=tmp_path)
     assert 1 not in {case.number for case in other.left()}
     assert not (tmp_path / "toy_experiment.jsonl").exists()
+    # Nor does a run of other cases forget it.
+    assert run(tmp_path, "--only", "number=3") == 0
+    assert run(tmp_path, "--only", "number=3", "--again") == 0
+    assert 1 not in {case.number for case in other.left()}
+    assert run(tmp_path, "--only", "number=1", "--again") == 0
+    assert not other.parts.path.exists()

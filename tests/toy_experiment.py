@@ -76,6 +76,8 @@ EXPERIMENT = Experiment(
     table=show,
     misses=misses,
     plot=plot,
+    libraries=("tyro",),
+    choices={"numbers": range(1000)},
     memory=lambda case: int(case.gib * 2**30),
     exact=True,
 )
