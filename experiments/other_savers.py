@@ -358,7 +358,8 @@ def show(records: Sequence[Record[Case]]) -> str:
 def _of_model(records: Sequence[Record[Case]]) -> str:
     stock = {r.case.scenario: r.figures for r in records if r.case.saver == "stock"}
     case = records[0].case
-    title = f"{case.model}, batch {case.batch}, stock's kept bytes and peak: "
+    cut = paper.MODELS[case.model].said(case.layers)
+    title = f"{case.model}{cut}, batch {case.batch}, stock's kept bytes and peak: "
     sizes = [
         f"{scenario} {mib(of['kept_bytes'])} and {mib(of['peak_bytes'])} MiB"
         for scenario, of in stock.items()
@@ -408,7 +409,8 @@ def summary(records: Sequence[Record[Case]]) -> str:
             stock = next(r for r in records if _place(r) == _place(record)).figures
             kept, peak, time, *_ = [*_line(record, stock)][2:]
             cell = ", ".join((kept, peak, time)) if kept else "error"
-            lines[case.saver, f"{case.model}, {case.scenario}"] = cell
+            cut = paper.MODELS[case.model].said(case.layers)
+            lines[case.saver, f"{case.model}{cut}, {case.scenario}"] = cell
     return matrix("kept, peak, time", lines)
 
 

@@ -51,6 +51,7 @@ class Model:
         batch: The paper's.
         train: The mode: convolutional models in train mode, transformers in eval mode.
         dtype: Of the parameters and of x.
+        has_layers: Whether it is a transformer, of which fewer layers can be made.
     """
 
     make: Callable[[int | None], nn.Module]
@@ -61,6 +62,7 @@ class Model:
     batch: int = 64
     train: bool = True
     dtype: torch.dtype = torch.float32
+    has_layers: bool = False
 
     def step(self, layers: int | None = None) -> Step:
         """The model and its loss."""
@@ -70,6 +72,10 @@ class Model:
             return Step(self.make(layers), self.call).train(self.train)
         finally:
             torch.set_default_dtype(default)
+
+    def said(self, layers: int) -> str:
+        """Of how many layers it is made, where these are not the published ones (0)."""
+        return f", {layers} layers" if layers and self.has_layers else ""
 
     def data(self, batch: int | None = None, size: int | None = None) -> tuple[Tensor, Tensor]:
         """Random x and labels; ``size`` of images in pixels (224), or sequences in tokens (256)."""
@@ -138,9 +144,8 @@ def _transformer(
         both = {"decoder_inputs_embeds": x} if model.config.is_encoder_decoder else {}
         return model(inputs_embeds=x, use_cache=False, **both).logits
 
-    return Model(
-        make, call, width, () if width is None else (SEQUENCE,), classes, batch, False, dtype
-    )
+    labels = () if width is None else (SEQUENCE,)
+    return Model(make, call, width, labels, classes, batch, False, dtype, has_layers=True)
 
 
 #: Of the names of models with the attention that transformers had for them then.

@@ -200,11 +200,14 @@ def memory(case: Case) -> int:
 
 
 def _rows(records: Sequence[Record[Case]]) -> dict[tuple[str, str], dict[str, Record[Case]]]:
-    """By model and batch, and scenario."""
+    """By model, batch and number of layers where it is cut, and scenario."""
     rows: dict[tuple[str, str], dict[str, Record[Case]]] = {}
     for record in records:
-        place = (f"{record.case.model} ({record.case.batch})", record.case.scenario)
-        rows.setdefault(place, {})[record.case.what] = record
+        case = record.case
+        cut = paper.MODELS[case.model].said(case.layers)
+        rows.setdefault((f"{case.model} ({case.batch}{cut})", case.scenario), {})[case.what] = (
+            record
+        )
     return rows
 
 

@@ -363,7 +363,8 @@ def _tasks(records: Sequence[Record[Case]]) -> dict[str, dict[str, Pair]]:
     tasks: dict[str, dict[str, Pair]] = {}
     for record in records:
         case = record.case
-        title = f"{case.model}, batch {case.batch}, {case.scenario}"
+        cut = paper.MODELS[case.model].said(case.layers)
+        title = f"{case.model}{cut}, batch {case.batch}, {case.scenario}"
         tasks.setdefault(title, {}).setdefault(case.strategy, {})[case.memsave] = record
     return tasks
 
