@@ -157,7 +157,7 @@ def _run(name: str, args: argparse.Namespace, rest: list[str], argv: Sequence[st
         return _fail(unknown)
     try:
         cases = list(experiment.cases(chosen))
-    except (KeyError, ValueError) as error:
+    except ValueError as error:
         return _fail(f"{name}: {error}")
     only = [case for case in cases if getattr(args, "only", "") in str(case)]
     command = f"{PROG} {shlex.join(argv)}"

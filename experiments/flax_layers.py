@@ -45,22 +45,39 @@ def _batch_norm_train(x: Array, vector: Array, key: Array) -> Array:
     return F.batch_norm(x, None, None, vector, vector, use_running_average=False)[0]
 
 
+def _batch_norm_eval(x: Array, vector: Array, key: Array) -> Array:
+    return F.batch_norm(x, vector, vector, vector, vector, use_running_average=True)[0]
+
+
+def _cross_entropy(x: Array, vector: Array, key: Array) -> Array:
+    return F.cross_entropy(x, jax.random.randint(key, x.shape[:-1], 0, x.shape[-1]))
+
+
+ELEMENTWISE = (
+    *(F.relu, F.relu_from_output, F.leaky_relu, F.relu6, F.hard_tanh, F.hard_silu, F.elu),
+    *(F.softplus, F.mish, F.gelu, F.silu, F.softmax, F.log_softmax),
+)
+
 #: Functions of ``x``, of parameters that are one vector, and of a key.
 LAYERS: dict[str, Layer] = {
-    **{
-        function.__name__: _elementwise(function)
-        for function in (F.relu, F.relu_from_output, F.leaky_relu, F.relu6, F.gelu, F.silu)
-    },
+    **{function.__name__: _elementwise(function) for function in ELEMENTWISE},
+    "prelu": lambda x, vector, key: F.prelu(x, vector),
+    "swiglu": lambda x, vector, key: F.swiglu(x, x * vector),
+    "geglu": lambda x, vector, key: F.geglu(x, x * vector),
     "dropout": lambda x, vector, key: F.dropout(x, 0.1, key),
     "dropout_from_rng": lambda x, vector, key: F.dropout_from_rng(x, 0.1, key),
     "max_pool2d, 2x2": lambda x, vector, key: F.max_pool(x, (2, 2), (2, 2)),
     "max_pool2d, 3x3 by 2": lambda x, vector, key: F.max_pool(x, (3, 3), (2, 2), "SAME"),
+    "avg_pool2d, 2x2": lambda x, vector, key: F.avg_pool(x, (2, 2), (2, 2)),
     "batch_norm_train": _batch_norm_train,
+    "batch_norm_eval": _batch_norm_eval,
     "layer_norm": _of_vectors(F.layer_norm),
     "layer_norm_from_output": _of_vectors(F.layer_norm_from_output),
     "rms_norm": lambda x, vector, key: F.rms_norm(x, vector),
     "rms_norm_from_output": lambda x, vector, key: F.rms_norm_from_output(x, vector),
     "group_norm": _of_vectors(F.group_norm),
+    "instance_norm": _of_vectors(F.instance_norm),
+    "cross_entropy": _cross_entropy,
 }
 
 

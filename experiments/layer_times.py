@@ -38,7 +38,7 @@ from .measure import (
     paired_times,
     peak_bytes,
 )
-from .other_savers import convert_by_paper
+from .other_savers import check_paper_code, convert_by_paper
 from .render import AGAIN, matrix, mib, noise, quartiles, range_of_noise, table
 from .results import Record
 
@@ -135,6 +135,9 @@ class Case:
 
 def cases(config: Config) -> Iterator[Case]:
     """By layer, then size, then gradients."""
+    check_paper_code(config.paper_code)
+    if config.paper_code and not config.compare:
+        raise ValueError("the paper's code is measured with --compare")
     rest = (
         *(config.dtype, config.compare, config.paper_code, config.seconds, config.least),
         config.channels_last,

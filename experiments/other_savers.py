@@ -162,6 +162,16 @@ def _compile(subject: Subject, budget: float) -> None:
     subject.around = compile_with_budget(subject.step, budget)
 
 
+def check_paper_code(path: str) -> None:
+    """Whether it is there, if anywhere.
+
+    Raises:
+        ValueError: It is not; what is measured without it would be taken for its failures.
+    """
+    if path and not Path(path, "memsave_torch").expanduser().is_dir():
+        raise ValueError(f"{path} is no checkout of the paper's code: it has no memsave_torch")
+
+
 def convert_by_paper(path: str, model: nn.Module, **options: bool) -> nn.Module:
     """Convert a model by the paper's code at a path. It returns another model."""
     folder = str(Path(path).expanduser().resolve())
@@ -284,6 +294,7 @@ def _fresh(make: Callable[[], nn.Module]) -> nn.Module:
 
 def cases(config: Config) -> Iterator[Case]:
     """By model and scenario; the paper's code where it is said where that is."""
+    check_paper_code(config.paper_code)
     around = (config.batch, config.layers, config.size, config.repeats)
     for name in config.models:
         with FakeTensorMode():
