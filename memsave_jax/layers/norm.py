@@ -196,8 +196,7 @@ def _gradients(
             dx = g - lax.square(rstd) * correlation / view.size * x
         else:
             if sums is None:
-                weighted = incoming if weight is None else incoming * weight
-                total, correlation = view.total(g), rstd * view.total(weighted * x)
+                total, correlation = view.total(g), view.total(g * x)
             else:
                 scale = rstd if weight is None else rstd * weight
                 total, correlation = (view.along_features(array * scale) for array in sums)
