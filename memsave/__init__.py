@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import functional, nn, spec
-    from ._convert import Coverage, convert, coverage, revert
+    from ._convert import convert, coverage, revert
     from ._functional_mode import functional_mode
     from ._report import Report, report
+    from ._text import Coverage
     from .layers.module import register, unregister
 
 __version__ = "0.1.0"
@@ -35,7 +36,7 @@ __all__ = [
 # Where each public name lives. (The files of functions are private: a submodule called "convert"
 # would hide the function as soon as anything imports it.)
 _HOMES = {
-    "Coverage": "_convert",
+    "Coverage": "_text",
     "Report": "_report",
     "convert": "_convert",
     "coverage": "_convert",

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MethodType
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
@@ -19,6 +19,7 @@ from torch.nn.utils import parametrize
 
 from . import _choose, extensions, nn as _  # noqa: F401 - registers the drop-ins
 from ._dry_run import CannotRecord, dry_run
+from ._text import Coverage, Entry
 from ._trace import Trace
 from .layers.module import BY_POLICY, DROP_INS, ROWS, STOCK, Class, has_own_forward, offered
 from .spec import Layer
@@ -28,34 +29,6 @@ logger = logging.getLogger("memsave")
 Filter = Callable[[nn.Module, str], bool]
 Policy = Callable[[nn.Module, str, tuple[Layer, ...]], Layer]
 Plan = dict[nn.Module, Class]
-Status = Literal["converted", "convertible", "skipped"]
-
-
-class Entry(NamedTuple):
-    """One module: its name and class, whether it is converted, and why not."""
-
-    name: str
-    layer: str
-    status: Status
-    reason: str
-
-
-class Coverage(list[Entry]):
-    """What :func:`convert` has done, or could do, to each layer of a model. Prints as a table."""
-
-    def __str__(self) -> str:
-        lines = []
-        for status in ("converted", "convertible", "skipped"):
-            entries = [entry for entry in self if entry.status == status]
-            groups: dict[tuple[str, str], list[str]] = {}
-            for entry in entries:
-                groups.setdefault((entry.layer, entry.reason), []).append(entry.name or "(root)")
-            lines.append(f"{status}: {len(entries)}")
-            for (layer, reason), names in groups.items():
-                shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-                because = f" - {reason}" if reason else ""
-                lines.append(f"  {len(names):4} x {layer}{because}: {shown}")
-        return "\n".join(lines)
 
 
 def convert(

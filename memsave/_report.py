@@ -8,16 +8,17 @@ the table predicts; the two agree to the byte.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
 from . import functional
-from ._convert import Coverage, classes_restored, coverage, layers, least, place, revert
+from ._convert import classes_restored, coverage, layers, least, place, revert
 from ._dry_run import Trainable, dry_run
 from ._functional_mode import outside
+from ._text import Coverage, columns, human
 from ._trace import KINDS, Trace
 
 
@@ -84,57 +85,36 @@ class Report:
                     row.name or "(root)",
                     row.layer,
                     " ".join(row.mask) or "-",
-                    *(_human(getattr(row, size)) for size in (*_SIZES, *KINDS)),
+                    *(human(getattr(row, size)) for size in (*_SIZES, *KINDS)),
                     row.reason,
                 )
                 for row in shown
             ),
         ]
         if hidden:
-            sums = [_human(sum(getattr(row, size) for row in hidden)) for size in (*_SIZES, *KINDS)]
+            sums = [human(sum(getattr(row, size) for row in hidden)) for size in (*_SIZES, *KINDS)]
             lines.append((f"({len(hidden)} smaller layers)", "", "", *sums, ""))
-        totals = [_human(getattr(self, size)) for size in ("stock", "now", "converted")]
-        totals.append(_human(self.now - self.converted))
+        totals = [human(getattr(self, size)) for size in ("stock", "now", "converted")]
+        totals.append(human(self.now - self.converted))
         lines.append(("total", "", "", *totals, *[""] * len(KINDS), ""))
-        return "\n".join([*_columns(lines), "", *self._summary()])
+        return "\n".join([*columns(lines, range(3, len(lines[0]) - 1)), "", *self._summary()])
 
     def _summary(self) -> Iterator[str]:
         ratio = self.converted / self.stock if self.stock else 1.0
         yield (
-            f"stock keeps {_human(self.stock)}, now {_human(self.now)}, "
-            f"converted {_human(self.converted)} ({ratio:.4f} of stock)"
+            f"stock keeps {human(self.stock)}, now {human(self.now)}, "
+            f"converted {human(self.converted)} ({ratio:.4f} of stock)"
         )
         yield (
             f"converted, layers of the table keep {self.converted - sum(self.rest.values()):,} B, "
             f"of which it predicts {self.table:,}"
         )
         for what, size in sorted(self.rest.items(), key=lambda item: -item[1]):
-            yield f"the rest: {what} keeps {_human(size)}"
+            yield f"the rest: {what} keeps {human(size)}"
         yield str(self.coverage)
 
 
 _SIZES = ("stock", "now", "converted", "saves")
-
-
-def _human(size: int) -> str:
-    """Bytes, in a unit that leaves one to four digits before the point."""
-    if abs(size) < 10_000:
-        return f"{size} B"
-    for unit in ("KiB", "MiB", "GiB"):
-        size_in_unit = size / 1024 ** (1 + ("KiB", "MiB", "GiB").index(unit))
-        if abs(size_in_unit) < 1024 or unit == "GiB":
-            break
-    return f"{size_in_unit:.2f} {unit}"
-
-
-def _columns(lines: list[tuple[str, ...]]) -> Iterable[str]:
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for line in lines:
-        cells = [
-            cell.rjust(width) if 3 <= k < len(line) - 1 else cell.ljust(width)
-            for k, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ]
-        yield "  ".join(cells).rstrip()
 
 
 def report(

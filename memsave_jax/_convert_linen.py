@@ -16,9 +16,10 @@ from typing import Any, TypeVar
 import jax
 from flax import linen as nn, serialization
 
+from memsave._text import Coverage, Entry
 from memsave.spec import Layer
 
-from ._coverage import Coverage, Entry, named
+from ._coverage import named
 
 M = TypeVar("M", bound=nn.Module)
 C = TypeVar("C", bound=type[nn.Module])

@@ -22,9 +22,10 @@ from flax import nnx
 from flax.nnx import reprlib
 from flax.nnx.nn import activations
 
+from memsave._text import Coverage, Entry, Status
 from memsave.spec import Layer
 
-from ._coverage import Coverage, Entry, Status, named, package, unwrapped
+from ._coverage import named, package, unwrapped
 
 logger = logging.getLogger("memsave")
 

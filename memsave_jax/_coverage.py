@@ -1,8 +1,4 @@
-"""What a converter has done, or could do, to each layer of a model: a list that prints as a table.
-
-And what it cannot reach: the functions that a model's code names. Knows no framework. (The table is
-the one of ``memsave/_convert.py``; the two packages share ``memsave.spec`` alone.)
-"""
+"""What a converter cannot reach: the functions that a model's code names. Knows no framework."""
 
 from __future__ import annotations
 
@@ -10,36 +6,7 @@ import dis
 import functools
 from collections.abc import Collection, Iterator
 from types import CellType, CodeType, FunctionType, ModuleType
-from typing import Any, Literal, NamedTuple
-
-Status = Literal["converted", "convertible", "skipped"]
-
-
-class Entry(NamedTuple):
-    """One layer: its name and class, whether it is converted, and why not."""
-
-    name: str
-    layer: str
-    status: Status
-    reason: str
-
-
-class Coverage(list[Entry]):
-    """One entry per layer of a model. Prints as a table."""
-
-    def __str__(self) -> str:
-        lines = []
-        for status in ("converted", "convertible", "skipped"):
-            entries = [entry for entry in self if entry.status == status]
-            groups: dict[tuple[str, str], list[str]] = {}
-            for entry in entries:
-                groups.setdefault((entry.layer, entry.reason), []).append(entry.name or "(root)")
-            lines.append(f"{status}: {len(entries)}")
-            for (layer, reason), names in groups.items():
-                shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-                because = f" - {reason}" if reason else ""
-                lines.append(f"  {len(names):4} x {layer}{because}: {shown}")
-        return "\n".join(lines)
+from typing import Any
 
 
 def named(code: FunctionType, wanted: Collection[Any]) -> list[Any]:

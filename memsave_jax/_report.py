@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,6 +18,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+
+from memsave._text import columns, human
 
 from .function import RULES, bytes_of, using
 
@@ -366,27 +368,27 @@ class Report:
         hidden = self.rows[len(shown) :]
         lines: list[tuple[str, ...]] = [("where", *_SIZES, "stock keeps", "now keeps", "why")]
         for row in shown:
-            sizes = (_human(getattr(row, size)) for size in _SIZES)
+            sizes = (human(getattr(row, size)) for size in _SIZES)
             keeps = _names(row.stock_residuals), _names(row.now_residuals)
             lines.append((row.where, *sizes, *keeps, row.reason))
         if hidden:
-            sums = [_human(sum(getattr(row, size) for row in hidden)) for size in _SIZES]
+            sums = [human(sum(getattr(row, size) for row in hidden)) for size in _SIZES]
             lines.append((f"({len(hidden)} smaller rows)", *sums, "", "", ""))
-        totals = map(_human, (self.stock, self.now, self.stock - self.now))
+        totals = map(human, (self.stock, self.now, self.stock - self.now))
         lines.append(("total", *totals, "", "", ""))
-        return "\n".join([*_columns(lines), "", *self._summary()])
+        return "\n".join([*columns(lines, range(1, 1 + len(_SIZES))), "", *self._summary()])
 
     def _summary(self) -> Iterator[str]:
-        yield f"eagerly stock keeps {_human(self.stock)}, now {_human(self.now)}" + _ratio(
+        yield f"eagerly stock keeps {human(self.stock)}, now {human(self.now)}" + _ratio(
             self.now, self.stock
         )
         if self.stock_temp is not None and self.now_temp is not None:
-            stock, now = _human(self.stock_temp), _human(self.now_temp)
+            stock, now = human(self.stock_temp), human(self.now_temp)
             ratio = _ratio(self.now_temp, self.stock_temp)
             yield f"compiled stock takes {stock} of temporaries, now {now}{ratio}"
         yield (
-            f"held as well, but alive anyway: inputs {_human(self.inputs)}, "
-            f"parameters {_human(self.parameters)}"
+            f"held as well, but alive anyway: inputs {human(self.inputs)}, "
+            f"parameters {human(self.parameters)}"
         )
 
 
@@ -403,26 +405,6 @@ def _names(residuals: tuple[Residual, ...], most: int = 3) -> str:
     names = list(dict.fromkeys(residual.name for residual in largest))
     more = [f"{len(names) - most} more"] if len(names) > most else []
     return ", ".join(names[:most] + more) or "-"
-
-
-def _human(size: int) -> str:
-    """Bytes, in a unit that leaves one to four digits before the point."""
-    if abs(size) < 10_000:
-        return f"{size} B"
-    for unit, scale in (("KiB", 1024), ("MiB", 1024**2), ("GiB", 1024**3)):
-        if abs(size) < 1024 * scale or unit == "GiB":
-            return f"{size / scale:.2f} {unit}"
-    raise AssertionError
-
-
-def _columns(lines: list[tuple[str, ...]]) -> Iterable[str]:
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for line in lines:
-        cells = [
-            cell.rjust(width) if 1 <= k <= len(_SIZES) else cell.ljust(width)
-            for k, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ]
-        yield "  ".join(cells).rstrip()
 
 
 def report(fn: Callable[..., Any], *args: Any, wrt: Wrt = 0, compiled: bool = True) -> Report:

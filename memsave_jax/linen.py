@@ -20,10 +20,10 @@ from flax.linen.linear import canonicalize_padding
 from jax import Array
 
 from memsave import spec
+from memsave._text import Coverage, Entry
 
 from . import functional
 from ._convert_linen import convert, coverage, drop_in, revert
-from ._coverage import Coverage, Entry
 from .function import is_number
 from .functional import (
     avg_pool,

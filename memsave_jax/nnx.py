@@ -22,10 +22,10 @@ from flax.nnx.nn.linear import canonicalize_padding
 from jax import Array, lax
 
 from memsave import spec
+from memsave._text import Coverage, Entry
 
 from . import functional
 from ._convert_nnx import convert, coverage, drop_in, register, revert
-from ._coverage import Coverage, Entry
 from .function import is_number
 from .functional import (
     avg_pool,

@@ -29,8 +29,8 @@ from strategies import functions_of_rows
 
 import memsave_jax
 from memsave import spec
+from memsave._text import Entry
 from memsave_jax import _convert_nnx, function, nnx as mnnx
-from memsave_jax._coverage import Entry
 
 Make = Callable[[Any], nnx.Module]
 
