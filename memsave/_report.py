@@ -144,7 +144,7 @@ def report(
 
     Raises:
         RuntimeError: The model's forward depends on values, which fake tensors do not have; or it
-            may not be recorded (it calls ``torch.func.grad``).
+            may not be recorded (it calls ``torch.func.grad``); or FSDP has taken the model over.
     """
     run = functools.partial(dry_run, model, inputs, kwargs, trainable, fake)
     status = {entry.status for entry in coverage(model)}

@@ -143,12 +143,10 @@ def _group_bwd_from_output(
 def _from_output_of_groups(
     gs: Gs, wrt: Mask, saved: Saved, shapes: Shapes, num_groups: int
 ) -> Grads:
-    if (fast := by_kernel(gs, wrt, saved, shapes, num_groups, "y", True)) is not None:
-        return fast
-    like = shapes["x"]
-    if in_one_pass(gs, wrt) and not is_size(like.shape.numel(), 0):
-        return _from_output_at_once(gs["y"], wrt, saved, shapes, num_groups)
-    return from_output(gs, wrt, saved, shapes, num_groups)
+    if not in_one_pass(gs, wrt) or is_size(shapes["x"].shape.numel(), 0):
+        return from_output(gs, wrt, saved, shapes, num_groups)
+    fast = by_kernel(gs, wrt, saved, shapes, num_groups, "y", True)
+    return fast or _from_output_at_once(gs["y"], wrt, saved, shapes, num_groups)
 
 
 def _from_output_at_once(
