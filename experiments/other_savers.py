@@ -44,7 +44,7 @@ import memsave
 from . import paper
 from .harness import GIB, Experiment
 from .measure import best_device, compare, kept_bytes, peak_bytes
-from .render import matrix, mib, table
+from .render import matrix, mib, quartiles, table
 from .results import Record
 from .strategies import (
     TOLERANCE,
@@ -77,7 +77,7 @@ class Config:
     batch: int = 4
     layers: int = 2
     size: int = 0
-    repeats: int = 3
+    repeats: int = 9
 
 
 @dataclass(frozen=True)
@@ -375,7 +375,7 @@ def _of_model(records: Sequence[Record[Case]]) -> str:
         f"{scenario} {mib(of['kept_bytes'])} and {mib(of['peak_bytes'])} MiB"
         for scenario, of in stock.items()
     ]
-    header = ("gradients wanted", "saver", "kept", "peak", "time", "gradients off by")
+    header = ("gradients wanted", "saver", "kept", "peak", "time", "quartiles", "gradients off by")
     lines = [[*_line(record, stock.get(record.case.scenario))] for record in records]
     return f"{title}{', '.join(sizes)}.\n\n{table(header, lines)}"
 
@@ -385,11 +385,12 @@ def _line(record: Record[Case], stock: dict[str, Any] | None) -> Iterator[str]:
     yield record.case.scenario
     yield record.case.saver
     if "error" in figures:
-        yield from ("", "", "", _shortened(figures["error"]))
+        yield from ("", "", "", "", _shortened(figures["error"]))
         return
     for name in ("kept_bytes", "peak_bytes"):
         yield f"{figures[name] / stock[name]:.3f}" if stock else f"{mib(figures[name])} MiB"
     yield f"{figures['times']['saver']['ratio']:.2f}"
+    yield quartiles(figures["times"]["saver"])
     yield f"{figures['off']:.1e}"
 
 

@@ -41,7 +41,7 @@ import memsave
 from . import paper
 from .harness import GIB, Experiment
 from .measure import best_device, compare, peak_bytes
-from .render import mib, table
+from .render import mib, quartiles, table
 from .results import Record
 
 if TYPE_CHECKING:
@@ -293,7 +293,7 @@ class Config:
     layers: int = 2
     size: int = 0
     parts: int = 2
-    repeats: int = 3
+    repeats: int = 9
 
 
 def cases(config: Config) -> Iterator[Case]:
@@ -372,7 +372,8 @@ def _tasks(records: Sequence[Record[Case]]) -> dict[str, dict[str, Pair]]:
 def show(records: Sequence[Record[Case]]) -> str:
     """A table per task."""
     header = (
-        *("strategy", "peak alone", "with memsave", "time alone", "with memsave"),
+        *("strategy", "peak alone", "with memsave"),
+        *("time alone", "quartiles", "with memsave", "quartiles"),
         *("gradients off by, alone", "with memsave", "trades"),
     )
     text = []
@@ -398,7 +399,9 @@ def _line(name: str, pair: Pair, unit: int) -> Iterator[str]:
     both = [*zip(figures, measured, strict=True)]
     yield name
     yield from (f"{of['peak_bytes'] / unit:.3f}" if there else "" for of, there in both)
-    yield from (f"{of['times']['strategy']['ratio']:.2f}" if there else "" for of, there in both)
+    for of, there in both:
+        times = of["times"]["strategy"] if there else None
+        yield from (f"{times['ratio']:.2f}", quartiles(times)) if times else ("", "")
     yield from (f"{of['off']:.1e}" if there else "" for of, there in both)
     yield STRATEGIES[name].trades
 
