@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from memsave import spec
 from memsave.spec import Layer
@@ -23,11 +23,20 @@ from ..function import Function, Grads, Mask, Saved, Shapes, define, is_number
 SELU_SCALE, SELU_ALPHA = 1.0507009873554804934193349852946, 1.6732632423543772848170429916717
 
 
-def _from_input(row: Layer, primal: Function, effort: int | Callable[..., int] = 1) -> Function:
-    """The gradient is stock's, of the input. (Of ``effort``, see :func:`as_kept`.)"""
+def _from_input(
+    row: Layer,
+    primal: Function,
+    effort: int | Callable[..., int] = 1,
+    gradient: Function | None = None,
+) -> Function:
+    """The gradient is stock's, of the input; or ``gradient(g, x)``, where that takes less than to
+    compute the output again. (Of ``effort``, see :func:`as_kept`.)
+    """
 
     def bwd(g: Array, wrt: Mask, saved: Saved, shapes: Shapes, **options: Any) -> Grads:
         x = as_kept(saved["x"], effort if isinstance(effort, int) else effort(**options))
+        if gradient is not None:
+            return {"x": gradient(g, x, **options)}
         return {"x": jax.vjp(partial(primal, **options), x)[1](g)[0]}
 
     return define(row, primal, bwd)
@@ -63,6 +72,30 @@ def _softplus_primal(x: Array, *, beta: float = 1.0, threshold: float = math.inf
     """JAX's, and PyTorch's, which is ``x`` above the threshold."""
     y = jax.nn.softplus(x) if beta == 1 else jax.nn.softplus(beta * x) / beta
     return y if threshold == math.inf else jnp.where(beta * x > threshold, x, y)
+
+
+def _wide(x: Array) -> Array:
+    """For exponentials: those of float16 are soon infinite. (What XLA casts, it may keep.)"""
+    return x.astype(jnp.float32) if x.dtype == jnp.float16 else x
+
+
+def _times_sigmoid(g: Array, x: Array) -> Array:
+    return (g * jax.nn.sigmoid(_wide(x))).astype(g.dtype)
+
+
+def _softplus_gradient(
+    g: Array, x: Array, *, beta: float = 1.0, threshold: float = math.inf
+) -> Array:
+    dx = _times_sigmoid(g, beta * x)
+    return dx if threshold == math.inf else jnp.where(beta * x > threshold, g, dx)
+
+
+def _mish_gradient(g: Array, x: Array) -> Array:
+    """By ``tanh(softplus(x)) = s (2 - s) / (1 + (1 - s)^2)``, where ``s = sigmoid(x)``."""
+    s = jax.nn.sigmoid(_wide(x))
+    rest = lax.square(1 - s)
+    part = 1 / (1 + rest)
+    return (g * (part * (s * (2 - s) + x * (4 * s * rest * part)))).astype(g.dtype)
 
 
 def gelu_primal(x: Array, *, approximate: str = "tanh") -> Array:
@@ -103,7 +136,7 @@ def _negative(y: Array) -> Array:
     return jnp.where(y > 0, 0, y)
 
 
-def _softplus_gradient(
+def _softplus_gradient_from_output(
     g: Array, y: Array, *, beta: float = 1.0, threshold: float = math.inf
 ) -> Array:
     return g * -jnp.expm1(-beta * y)  # which above the threshold is g, to rounding
@@ -119,17 +152,19 @@ _celu = _from_input(spec.CELU, jax.nn.celu)
 _celu_from_output = _from_output(spec.CELU_FROM_OUTPUT, jax.nn.celu, _celu_gradient)
 _selu = _from_input(spec.SELU, jax.nn.selu)
 _selu_from_output = _from_output(spec.SELU_FROM_OUTPUT, jax.nn.selu, _selu_gradient)
-_softplus = _from_input(spec.SOFTPLUS, _softplus_primal)
+_softplus = _from_input(spec.SOFTPLUS, _softplus_primal, gradient=_softplus_gradient)
 _softplus_from_output = _from_output(
-    spec.SOFTPLUS_FROM_OUTPUT, _softplus_primal, _softplus_gradient
+    spec.SOFTPLUS_FROM_OUTPUT, _softplus_primal, _softplus_gradient_from_output
 )
-_logsigmoid = _from_input(spec.LOGSIGMOID, jax.nn.log_sigmoid)
+_logsigmoid = _from_input(
+    spec.LOGSIGMOID, jax.nn.log_sigmoid, gradient=lambda g, x: _times_sigmoid(g, -x)
+)
 _logsigmoid_from_output = _from_output(
     spec.LOGSIGMOID_FROM_OUTPUT, jax.nn.log_sigmoid, lambda g, y: g * -jnp.expm1(y)
 )
 _gelu = _from_input(spec.GELU, gelu_primal, _gelu_effort)
 _silu = _from_input(spec.SILU, jax.nn.silu)
-_mish = _from_input(spec.MISH, jax.nn.mish, 3)
+_mish = _from_input(spec.MISH, jax.nn.mish, gradient=_mish_gradient)
 _hardswish = _from_input(spec.HARDSWISH, jax.nn.hard_swish, 0)
 _tanhshrink = _from_input(spec.TANHSHRINK, _tanhshrink_primal)
 _softsign = _from_input(spec.SOFTSIGN, jax.nn.soft_sign, 0)
