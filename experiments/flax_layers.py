@@ -54,18 +54,23 @@ def _cross_entropy(x: Array, vector: Array, key: Array) -> Array:
 
 
 ELEMENTWISE = (
-    *(F.relu, F.relu_from_output, F.leaky_relu, F.relu6, F.hard_tanh, F.hard_silu, F.elu),
-    *(F.softplus, F.mish, F.gelu, F.silu, F.softmax, F.log_softmax),
+    *(F.relu, F.relu_from_output, F.leaky_relu, F.relu6, F.hard_tanh, F.hard_sigmoid),
+    *(F.hard_shrink, F.soft_shrink, F.hard_silu, F.elu, F.celu, F.selu, F.softplus, F.log_sigmoid),
+    *(F.mish, F.gelu, F.silu, F.sigmoid, F.tanh, F.tanh_shrink, F.soft_sign, F.glu),
+    *(F.softmax, F.log_softmax),
 )
 
 #: Functions of ``x``, of parameters that are one vector, and of a key.
 LAYERS: dict[str, Layer] = {
     **{function.__name__: _elementwise(function) for function in ELEMENTWISE},
+    "threshold": lambda x, vector, key: F.threshold(x, 0.1, 0.0),
     "prelu": lambda x, vector, key: F.prelu(x, vector),
     "swiglu": lambda x, vector, key: F.swiglu(x, x * vector),
     "geglu": lambda x, vector, key: F.geglu(x, x * vector),
     "dropout": lambda x, vector, key: F.dropout(x, 0.1, key),
     "dropout_from_rng": lambda x, vector, key: F.dropout_from_rng(x, 0.1, key),
+    "alpha_dropout": lambda x, vector, key: F.alpha_dropout(x, 0.1, key),
+    "feature_dropout": lambda x, vector, key: F.feature_dropout(x, 0.1, key),
     "max_pool2d, 2x2": lambda x, vector, key: F.max_pool(x, (2, 2), (2, 2)),
     "max_pool2d, 3x3 by 2": lambda x, vector, key: F.max_pool(x, (3, 3), (2, 2), "SAME"),
     "avg_pool2d, 2x2": lambda x, vector, key: F.avg_pool(x, (2, 2), (2, 2)),
