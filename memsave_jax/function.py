@@ -151,6 +151,7 @@ def differentiable(rule: Rule) -> Callable[..., Any]:
             or rule.stock_op(*args, **options)
             or (has_bits and not is_packable(args[0]))
             or any(arg is not None and jnp.iscomplexobj(arg) for arg in args)
+            or _are_values_checked()
         ):
             return rule.primal(*args, **options)
         arrays = {name: value for name, value in options.items() if _is_array(value)}
@@ -166,6 +167,15 @@ def differentiable(rule: Rule) -> Callable[..., Any]:
     layer.__name__ = layer.__qualname__ = rule.row.name
     layer.__doc__ = f"The row ``{rule.row.name}`` as a differentiable function."
     return layer
+
+
+def _are_values_checked() -> bool:
+    """Whether operations note errors (``jax.config.jax_error_checking_behavior_nan``), which they
+    cannot do within a rule.
+    """
+    names = ("nan", "divide", "oob")
+    flags = (getattr(jax.config, f"jax_error_checking_behavior_{n}", "ignore") for n in names)
+    return any(flag != "ignore" for flag in flags)
 
 
 def _array(value: Any) -> Any:

@@ -1104,6 +1104,18 @@ def test_xla_is_told_what_to_keep_where_it_would_keep_more(
         assert ("optimization_barrier" in program) == (backend in behind_barrier_on.split())
 
 
+def test_where_values_are_checked_stock_runs() -> None:
+    """JAX has its operations write errors down, which those of a rule cannot."""
+    x = jnp.linspace(-1, 1, 32).reshape(4, 8)
+    try:
+        jax.config.update("jax_error_checking_behavior_nan", "raise")
+        slopes = jax.jit(jax.grad(lambda x: F.layer_norm(x, x[0]).sum()))(x)
+    finally:
+        jax.config.update("jax_error_checking_behavior_nan", "ignore")
+        jax.clear_caches()
+    assert slopes.shape == x.shape
+
+
 @pytest.mark.parametrize("name", ["softplus", "log_sigmoid", "mish"])
 def test_slopes_of_narrow_floats_far_from_zero(name: str) -> None:
     """By sigmoids: of float16, exponentials are soon infinite."""
