@@ -7,7 +7,9 @@ frees; beside them stands that of the stock layer, taken twice in each turn, to 
 off 1 is noise. Kept bytes are those of a layer whose input is an activation. Outputs and gradients
 are compared on the way, from the same random numbers.
 ``--compare`` adds the stock layer checkpointed, both compiled, and, where ``--paper-code`` says
-where it is, the paper's code.
+where it is, the paper's code. (What runs in between leaves caches cold: at 4 MB, layers that call
+the same function as stock, LayerNorm of memsave and of the paper's code, take 1.03 to 1.04 of its
+time then.)
 """
 
 from __future__ import annotations
