@@ -337,6 +337,7 @@ EXPERIMENT = Experiment(
         "default": Config(),
     },
     choices=paper.CHOICES | {"more_models": paper.MODELS, "more_scenarios": paper.SCENARIOS},
+    libraries=("torchvision",),
     case=Case,
     cases=cases,
     measure=measure,

@@ -63,10 +63,7 @@ def measure(case: Case) -> dict[str, Any]:
     return {
         "kept_bytes": {name: memsave.report(layer, x).now for name, layer in layers.items()},
         "off": {name: max(map(_off, stock, of)) for name, of in results.items()},
-        "times": compare(
-            {AGAIN: steps["stock"], **steps},
-            case.repeats,
-        ),
+        "times": compare({AGAIN: steps["stock"], **steps}, case.repeats),
     }
 
 

@@ -221,6 +221,7 @@ def misses(records: Sequence[Record[Case]]) -> Iterator[str]:
 EXPERIMENT = Experiment(
     sizes={"tiny": Config(tuple(WAYS)[::3], layers=1, batch=2), "default": Config()},
     choices={"ways": WAYS},
+    libraries=("optax",),
     case=Case,
     cases=cases,
     measure=measure,

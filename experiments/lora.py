@@ -201,6 +201,7 @@ EXPERIMENT = Experiment(
         "tiny": Config(hidden=256, sequence=32, depth=1),
         "default": Config(),
     },
+    libraries=("peft",),
     case=Case,
     cases=cases,
     measure=measure,

@@ -467,6 +467,7 @@ EXPERIMENT = Experiment(
         "paper": Config(("ResNet-50", "ViT"), batch=64, layers=0, repeats=9),
     },
     choices=paper.CHOICES | {"compiled": paper.SCENARIOS},
+    libraries=("torchvision",),
     case=Case,
     cases=cases,
     measure=measure,

@@ -284,6 +284,7 @@ EXPERIMENT = Experiment(
         "paper": Config(tuple(paper.MODELS), batch=0, sequences=(0,), layers=0, repeats=15),
     },
     choices=paper.CHOICES,
+    libraries=("torchvision",),
     case=Case,
     cases=cases,
     measure=measure,

@@ -246,6 +246,7 @@ EXPERIMENT = Experiment(
         "default": Config(),
     },
     choices=paper.CHOICES,
+    libraries=("torchvision",),
     case=Case,
     cases=cases,
     measure=measure,

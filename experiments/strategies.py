@@ -473,6 +473,7 @@ EXPERIMENT = Experiment(
         "paper": Config(batch=64, layers=0, repeats=9),
     },
     choices={"models": paper.MODELS, "strategies": STRATEGIES, "scenario": paper.SCENARIOS},
+    libraries=("torchvision",),
     case=Case,
     cases=cases,
     measure=measure,

@@ -300,6 +300,7 @@ EXPERIMENT = Experiment(
         "default": Config(),
         "paper": Config(full=True),
     },
+    libraries=("timm",),
     case=Case,
     cases=cases,
     measure=measure,
