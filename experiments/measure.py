@@ -19,6 +19,9 @@ from tqdm import tqdm
 
 Layer = TypeVar("Layer", bound=nn.Module)
 
+#: That an accelerator is timed by at once.
+CALLS_OF_JAX = 10
+
 
 def best_device() -> torch.device:
     """The accelerator, if there is one.
@@ -98,35 +101,55 @@ def again(module: Layer) -> Layer:
     return copy.deepcopy(module, {id(p): p for p in module.parameters()})
 
 
-def paired_times(steps: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
+def _wait(result: Any) -> None:
+    """Until torch's accelerator is done."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def paired_times(
+    steps: dict[str, Callable[[], Any]],
+    repeats: int,
+    calls: int = 1,
+    wait: Callable[[Any], Any] = _wait,
+) -> dict[str, list[float]]:
     """Seconds of each step, taken in turn ``repeats`` times after one warm-up each.
 
     Every turn in another order, as a step pays for the state that the one before it leaves.
+
+    Args:
+        calls: How many are timed at once, as an accelerator runs behind them.
+        wait: Until the result of the last is there.
     """
-    wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
     for step in steps.values():
-        step()
-    wait()
+        wait(step())
     times: dict[str, list[float]] = {name: [] for name in steps}
     order = random.Random(0)
     for _ in tqdm(range(repeats), "timing", leave=False):
         for name, step in order.sample([*steps.items()], len(steps)):
             start = time.perf_counter()
-            step()
-            wait()
-            times[name].append(time.perf_counter() - start)
+            for _ in range(calls):
+                result = step()
+            wait(result)
+            del result
+            times[name].append((time.perf_counter() - start) / calls)
     return times
 
 
 def compare(
-    steps: dict[str, Callable[[], Any]], repeats: int, to: str = "stock"
+    steps: dict[str, Callable[[], Any]],
+    repeats: int,
+    to: str = "stock",
+    calls: int = 1,
+    wait: Callable[[Any], Any] = _wait,
 ) -> dict[str, dict[str, Any]]:
-    """Time steps in turn: of each the median seconds, and ratios to one of them in pairs.
+    """Time steps in turn (:func:`paired_times`): of each the median seconds, and ratios to one of
+    them in pairs.
 
     Returns:
         ``{name: {"seconds": median, "ratio": median, "quartiles": [low, high]}}``
     """
-    times = paired_times(steps, repeats)
+    times = paired_times(steps, repeats, calls, wait)
     figures = {}
     for name, own in times.items():
         ratios = [a / b for a, b in zip(own, times[to], strict=True)]
@@ -134,6 +157,16 @@ def compare(
         seconds = statistics.median(own)
         figures[name] = {"seconds": seconds, "ratio": middle, "quartiles": [low, high]}
     return figures
+
+
+def compare_in_jax(steps: dict[str, Callable[[], Any]], repeats: int) -> dict[str, dict[str, Any]]:
+    """The same of functions of JAX. Those of an accelerator are timed several at once, which wait
+    in its queue as the steps of a training do.
+    """
+    import jax
+
+    calls = 1 if jax.default_backend() == "cpu" else CALLS_OF_JAX
+    return compare(steps, repeats, calls=calls, wait=jax.block_until_ready)
 
 
 def difference(stock: Iterable[Any], ours: Iterable[Any]) -> float:
