@@ -54,12 +54,24 @@ def test_times_come_in_turn():
 
 def test_times_are_compared_in_pairs(monkeypatch):
     taken = {"stock": [1.0, 2.0, 4.0], "memsave": [3.0, 2.0, 2.0]}
-    monkeypatch.setattr(measure, "paired_times", lambda steps, repeats: taken)
+    monkeypatch.setattr(measure, "paired_times", lambda steps, repeats, *_: taken)
     figures = measure.compare({}, 3)
     assert figures["memsave"]["ratio"] == 1.0
     assert figures["memsave"]["seconds"] == 2.0
     assert figures["memsave"]["quartiles"] == [0.5, 3.0]
     assert figures["stock"]["ratio"] == 1.0
+
+
+def test_several_steps_are_timed_at_once(monkeypatch):
+    """Each turn waits for the result of its last; the seconds are those of one."""
+    done: list[str] = []
+    seconds = iter(range(100))
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: 8 * next(seconds))
+    steps = {"stock": lambda: done.append("step") or len(done)}
+    times = measure.paired_times(steps, 2, calls=4, wait=lambda last: done.append(f"wait {last}"))
+    assert times == {"stock": [2.0, 2.0]}
+    turn = ["step"] * 4
+    assert done == ["step", "wait 1", *turn, "wait 6", *turn, "wait 11"]
 
 
 def test_gradients_are_compared_by_their_own_size_unless_they_are_nothing():
