@@ -127,11 +127,12 @@ def paired_times(
     order = random.Random(0)
     for _ in tqdm(range(repeats), "timing", leave=False):
         for name, step in order.sample([*steps.items()], len(steps)):
+            result = None
             start = time.perf_counter()
             for _ in range(calls):
                 result = step()
             wait(result)
-            del result
+            result = None  # whose memory is freed within the time
             times[name].append((time.perf_counter() - start) / calls)
     return times
 
