@@ -1,11 +1,12 @@
 """Speed of every layer alone: a step of memsave and of stock in turn, and what each keeps.
 
-A step is forward and backward. Every drop-in of :mod:`memsave.nn` is taken at three sizes of its
-input: 64x64, where the time is that of the calls, to 100 MB, where it is that of the memory; and
-for each choice of gradients. Ratios are medians over pairs, in a process that keeps the memory it
-frees; beside them stands that of the stock layer, taken twice in each turn, to itself: what it is
-off 1 is noise. Kept bytes are those of a layer whose input is an activation. Outputs and gradients
-are compared on the way, from the same random numbers.
+A step is forward and backward. Every drop-in of :mod:`memsave.nn` is taken, some with options that
+have loops or operations of their own, at three sizes of its input: 64x64, where the time is that of
+the calls, to 100 MB, where it is that of the memory; and for each choice of gradients. Ratios are
+medians over pairs, in a process that keeps the memory it frees; beside them stands that of the
+stock layer, taken twice in each turn, to itself: what it is off 1 is noise. Kept bytes are those of
+a layer whose input is an activation. Outputs and gradients are compared on the way, from the same
+random numbers.
 ``--compare`` adds the stock layer checkpointed, both compiled, and, where ``--paper-code`` says
 where it is, the paper's code. (What runs in between leaves caches cold: at 4 MB, layers that call
 the same function as stock, LayerNorm of memsave and of the paper's code, take 1.03 to 1.04 of its
@@ -91,10 +92,28 @@ ARGUMENTS: dict[str, Callable[[Sequence[int]], tuple[Any, ...]]] = {
 }
 #: Layers whose name does not say how many axes they have.
 AXES = {"GroupNorm": 2, "GroupNormFromOutput": 2, "PReLU": 2}
-EVAL = ", eval"
+EVAL, PROBABILITIES = "eval", "probabilities"
+#: Options, by what a name says behind a comma.
+OPTIONS: dict[str, Callable[[Sequence[int]], dict[str, Any]]] = {
+    EVAL: lambda shape: {},
+    PROBABILITIES: lambda shape: {},
+    "weights": lambda shape: {"weight": torch.linspace(0.5, 1.5, shape[1])},
+    "smoothing": lambda shape: {"label_smoothing": 0.1},
+    "weights and smoothing": lambda shape: {
+        "weight": torch.linspace(0.5, 1.5, shape[1]),
+        "label_smoothing": 0.1,
+    },
+    "circular": lambda shape: {"padding_mode": "circular"},
+    "reflect": lambda shape: {"padding_mode": "reflect"},
+}
 LAYERS = (
     *memsave.nn.__all__,
-    *(name + EVAL for name in memsave.nn.__all__ if name.startswith("BatchNorm")),
+    *(f"{name}, {EVAL}" for name in memsave.nn.__all__ if name.startswith("BatchNorm")),
+    *(f"Conv2d, {mode}" for mode in ("circular", "reflect")),
+    *(
+        f"CrossEntropyLoss, {option}"
+        for option in (PROBABILITIES, "weights", "smoothing", "weights and smoothing")
+    ),
 )
 
 
@@ -163,12 +182,15 @@ def shape_of(layer: str, size: str) -> tuple[int, ...]:
 
 def stock_layer(layer: str, size: str) -> nn.Module:
     """A stock layer, in train mode unless its name says otherwise."""
-    name = layer.removesuffix(EVAL)
+    name, _, option = layer.partition(", ")
     (stock,) = getattr(memsave.nn, name).__bases__
     shape = shape_of(layer, size)
-    arguments = next((make for start, make in ARGUMENTS.items() if name.startswith(start)), None)
-    module: nn.Module = stock(*arguments(shape)) if arguments else stock()
-    return module.train(not layer.endswith(EVAL))
+    arguments = next(
+        (make(shape) for start, make in ARGUMENTS.items() if name.startswith(start)), ()
+    )
+    options = OPTIONS[option](shape) if option else {}
+    module: nn.Module = stock(*arguments, **options)
+    return module.train(option != EVAL)
 
 
 # All steps have the same parameters (see :func:`again`), inputs and cotangents.
@@ -177,7 +199,7 @@ def stock_layer(layer: str, size: str) -> nn.Module:
 def drop_in(layer: str, module: nn.Module) -> nn.Module:
     """The memsave layer with a stock layer's parameters."""
     module = again(module)
-    module.__class__ = getattr(memsave.nn, layer.removesuffix(EVAL))
+    module.__class__ = getattr(memsave.nn, layer.partition(",")[0])
     return module
 
 
@@ -190,6 +212,9 @@ def inputs_of(case: Case) -> tuple[Tensor, ...]:
         return (torch.randint(1000, shape[:1], generator=generator).to(device),)
     x = _stored(case, torch.randn(shape, generator=generator).to(device, dtype_of(case)))
     x.requires_grad_(case.wanted != "parameters")
+    if case.layer.endswith(PROBABILITIES):
+        target = torch.randn(shape, generator=generator).to(device, dtype_of(case))
+        return x, target.softmax(1)
     if case.layer.startswith("CrossEntropy"):
         return x, torch.randint(shape[1], shape[:1], generator=generator).to(device)
     return (x,)

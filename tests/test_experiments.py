@@ -256,6 +256,23 @@ def test_every_layer_can_be_timed():
     assert names == {*memsave.nn.__all__}
 
 
+def test_layers_are_timed_with_options():
+    """What their names say behind a comma."""
+    layer = partial(layer_times.stock_layer, size="64x64")
+    assert layer("Conv2d, circular").padding_mode == "circular"
+    assert layer("Conv2d").padding_mode == "zeros"
+    loss = layer("CrossEntropyLoss, weights and smoothing")
+    assert (loss.weight.shape, loss.label_smoothing) == ((64,), 0.1)
+    assert layer("BatchNorm2d").training
+    assert not layer("BatchNorm2d, eval").training
+    case = layer_times.Case(
+        "CrossEntropyLoss, probabilities", "64x64", "input", "float32", False, "", 0.01, 1
+    )
+    figures = layer_times.measure(case)
+    assert layer_times.inputs_of(case)[1].is_floating_point()
+    assert max(figures["output_off"], figures["gradients_off"]) < 1e-6
+
+
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated")
 @pytest.mark.parametrize("wanted", ["input", "parameters", "all"])
 def test_layers_are_timed_beside_others_that_compute_the_same(wanted, monkeypatch):
