@@ -18,14 +18,19 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 
 from .. import kernels, spec
 from .._context import amp_enabled, is_exported, lowered
 from ..function import WEIGHT, Grads, Mask, Saved, Shapes, by_node, define, for_stock
+from ..kernels.reference import Like
 from .modes import is_replaced, others
 from .module import drop_in, parameters_of
+from .padding import pad, unpad
 from .shape import Ints, in_format, is_size, per_axis, placeholder, remembered
 
+#: Of an image, of which a padded copy may live beside that of its gradient.
+FEW_ELEMENTS = 1 << 15
 CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 CONV_TRANSPOSE = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
 
@@ -100,20 +105,20 @@ def _flat(pads: Sequence[tuple[int, int]]) -> list[int]:
     return [p for pair in reversed(pads) for p in pair]
 
 
-def _unpad(g: Tensor, pads: Sequence[tuple[int, int]], mode: str) -> Tensor:
+def _unpad(g: Tensor, like: Like, pads: Sequence[tuple[int, int]], mode: str) -> Tensor:
     """The adjoint of :func:`_pad`: crop, and add what was copied to where it came from."""
     if mode == "zeros":
         return F.pad(g, [-p for p in _flat(pads)])
+    if mode != "circular":
+        return unpad(g, like, _flat(pads), mode)
     for axis, (left, right) in enumerate(pads, start=-len(pads)):
         if not left and not right:
             continue
         size = g.shape[axis] - left - right
-        inner = g.narrow(axis, left, size)
-        places = torch.arange(size, dtype=torch.float64, device=g.device)
-        source = F.pad(places[None], (left, right), mode=mode)[0].long()
-        of_left, of_right = source.narrow(0, 0, left), source.narrow(0, left + size, right)
-        inner = inner.index_add(axis, of_left, g.narrow(axis, 0, left))
-        g = inner.index_add_(axis, of_right, g.narrow(axis, left + size, right))
+        inner = g.narrow(axis, left, size).clone()
+        inner.narrow(axis, size - left, left).add_(g.narrow(axis, 0, left))
+        inner.narrow(axis, 0, right).add_(g.narrow(axis, left + size, right))
+        g = inner
     return g
 
 
@@ -154,6 +159,16 @@ def _conv_bwd(
     )
     grads = {}
     g = in_format(g, shapes["x"]) if "x" in wrt else g
+    counts = (g.numel(), x_shape.numel())
+    are_numbers = not is_dynamo_compiling() and all(type(count) is int for count in counts)
+    is_few = are_numbers and counts[0] and 0 < counts[1] < FEW_ELEMENTS
+    if is_few and {"x", "weight"} <= wrt and g.ndim == dims + 2:
+        x = _pad(saved["x"], pads, padding_mode)
+        options = (steps, edges, apart, False, [0] * dims, groups, [True, True, "bias" in wrt])
+        backward = torch.ops.aten.convolution_backward
+        dx, dw, db = backward(g, x, saved["weight"], weight_shape[:1], *options)
+        dx = _unpad(dx, shapes["x"], pads, padding_mode) if pads else dx
+        return {"x": dx, "weight": dw} | ({"bias": db} if "bias" in wrt else {})
     if "weight" in wrt:
         # First: its padded copy is gone before there is one of the gradient of x.
         x = _pad(saved["x"], pads, padding_mode)
@@ -174,7 +189,7 @@ def _conv_bwd(
             # A transposed convolution: unlike convolution_backward it needs no stand-in for x.
             adjoint = CONV_TRANSPOSE[dims]
             dx = adjoint(g, saved["weight"], None, steps, edges, left_over, groups, apart)
-        grads["x"] = _unpad(dx, pads, padding_mode) if pads else dx
+        grads["x"] = _unpad(dx, shapes["x"], pads, padding_mode) if pads else dx
         del dx
     if "bias" in wrt:
         grads["bias"] = _bias_gradient(g, dims)
@@ -439,10 +454,12 @@ def _conv_forward(self: Any, input: Tensor, weight: Tensor, bias: Tensor | None)
     if mode != "zeros":
         pads = self._reversed_padding_repeated_twice
         own = _flat(_padding(padding, mode, self.kernel_size, self.dilation)[0])
-        # Autocast pads, and adds up the gradients of what was copied, before it rounds. (And of no
-        # axes padding is an error.)
-        if not pads or [*pads] != own or amp_enabled(input.device.type):
-            input, padding, mode = F.pad(input, pads, mode=mode), 0, "zeros"
+        # Only a gradient of the weight reads the input. (Autocast pads, and adds up the gradients
+        # of what was copied, before it rounds. And of no axes padding is an error.)
+        is_frozen = type(weight) in (Tensor, nn.Parameter) and not weight.requires_grad
+        is_read = mode == "circular" or not is_frozen
+        if not pads or [*pads] != own or amp_enabled(input.device.type) or not is_read:
+            input, padding, mode = pad(input, pads, mode), 0, "zeros"
     elif padding == "same" and weight.requires_grad and amp_enabled(input.device.type):
         # Autocast has one narrow copy of the weight for all calls, which the rule cannot ask for.
         return CONV[dims](input, weight, bias, self.stride, padding, self.dilation, self.groups)

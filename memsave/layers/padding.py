@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from .. import kernels, spec
 from ..function import Grads, Mask, Saved, Shapes, define
+from ..kernels.reference import Like
 from .module import drop_in
 from .shape import by_shape, in_format, placeholder
 
@@ -21,15 +22,19 @@ def _primal(x: Tensor, *, pad: Sequence[int], mode: str) -> Tensor:
     return F.pad(x, pad, mode)  # type: ignore[arg-type]
 
 
+def unpad(g: Tensor, like: Like, pad: Sequence[int], mode: str) -> Tensor:
+    """The gradient of what was padded: what was copied is added to where it came from."""
+    kind = {"reflect": "reflection", "replicate": "replication"}[mode]
+    backward = getattr(torch.ops.aten, f"{kind}_pad{len(pad) // 2}d_backward")
+    if not g.is_cpu:
+        return in_format(backward(g, placeholder(g, like.shape), pad), like)
+    return by_shape(backward, g, like, pad)
+
+
 def _bwd(
     g: Tensor, wrt: Mask, saved: Saved, shapes: Shapes, *, pad: Sequence[int], mode: str
 ) -> Grads:
-    kind = {"reflect": "reflection", "replicate": "replication"}[mode]
-    backward = getattr(torch.ops.aten, f"{kind}_pad{len(pad) // 2}d_backward")
-    like = shapes["x"]
-    if not g.is_cpu:
-        return {"x": in_format(backward(g, placeholder(g, like.shape), pad), like)}
-    return {"x": by_shape(backward, g, like, pad)}
+    return {"x": unpad(g, shapes["x"], pad, mode)}
 
 
 def _node(row: str, wrt: Mask, x: Tensor, *, pad: Sequence[int], mode: str) -> Tensor | None:
