@@ -66,6 +66,17 @@ def test_padding_mode(dims: int, mode: str, frozen: bool) -> None:
 
 
 @either
+@pytest.mark.parametrize("mode", ["reflect", "replicate", "circular"])
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_what_a_padding_mode_keeps(dims: int, mode: str, frozen: bool) -> None:
+    """The input, if the weight is trained, and never a padded copy."""
+    layer = getattr(memsave.nn, f"Conv{dims}d")(2, 3, 3, padding=2, padding_mode=mode).double()
+    layer.weight.requires_grad_(not frozen)
+    x = torch.randn(2, 2, *[5] * dims, dtype=torch.float64, requires_grad=True)
+    assert helpers.kept(lambda: layer(x), [*layer.parameters()]) == (0 if frozen else x.nbytes)
+
+
+@either
 def test_padding_mode_with_a_pad_per_axis(frozen: bool) -> None:
     agree(
         lambda m: m.Conv2d(2, 3, 3, 2, padding=(0, 3), padding_mode="reflect").double(),
