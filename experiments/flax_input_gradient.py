@@ -8,7 +8,6 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -18,7 +17,7 @@ from memsave_jax import interop, nnx as mnnx
 from .flax_resnet import ResNet
 from .flax_scenarios import SCENARIOS, Step
 from .input_gradient import MODELS, Case, differences, gradient, prepare
-from .measure import compare
+from .measure import compare_in_jax
 from .results import settings
 
 FROZEN = next(scenario for scenario in SCENARIOS if scenario.name == "Input (BN eval)")
@@ -47,7 +46,7 @@ def measure(case: Case) -> dict[str, Any]:
     return {
         "kept_bytes": {name: step.kept() for name, step in steps.items()},
         "temp_bytes": temp,
-        "times": compare(run, case.repeats),
+        "times": compare_in_jax(run, case.repeats),
         "loss": {name: float(loss) for name, ((loss, _), _) in results.items()},
         **differences(gradients),
         "to_torch": float(abs(theirs - gradients["memsave"]).max()),
@@ -56,4 +55,4 @@ def measure(case: Case) -> dict[str, Any]:
 
 
 def _run(program: Any, step: Step) -> Any:
-    return jax.block_until_ready(program(*step.arguments()))
+    return program(*step.arguments())

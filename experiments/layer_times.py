@@ -59,7 +59,7 @@ SHAPES = {
 #: Steps that are timed as one: where the time is that of the calls. (On an accelerator, so it is at
 #: 4 MB.)
 CALLS = {"64x64": 100}
-CALLS_OF_ACCELERATOR = {"64x64": 100, "4 MB": 20}
+CALLS_OF_ACCELERATOR = CALLS | {"4 MB": 20}
 #: Gradients of outputs differ in rounding where sums are taken in another order.
 TOLERANCE = {"float64": 1e-10, "float32": 1e-4, "float16": 5e-3, "bfloat16": 2e-2}
 #: By which memsave may keep more than stock: for its parameters alone, RMSNorm keeps the input
@@ -93,16 +93,12 @@ ARGUMENTS: dict[str, Callable[[Sequence[int]], tuple[Any, ...]]] = {
 #: Layers whose name does not say how many axes they have.
 AXES = {"GroupNorm": 2, "GroupNormFromOutput": 2, "PReLU": 2}
 EVAL, PROBABILITIES = "eval", "probabilities"
-#: Options, by what a name says behind a comma.
+#: Options, by what a name says behind a comma, one "and" another.
 OPTIONS: dict[str, Callable[[Sequence[int]], dict[str, Any]]] = {
     EVAL: lambda shape: {},
     PROBABILITIES: lambda shape: {},
     "weights": lambda shape: {"weight": torch.linspace(0.5, 1.5, shape[1])},
     "smoothing": lambda shape: {"label_smoothing": 0.1},
-    "weights and smoothing": lambda shape: {
-        "weight": torch.linspace(0.5, 1.5, shape[1]),
-        "label_smoothing": 0.1,
-    },
     "circular": lambda shape: {"padding_mode": "circular"},
     "reflect": lambda shape: {"padding_mode": "reflect"},
 }
@@ -188,7 +184,9 @@ def stock_layer(layer: str, size: str) -> nn.Module:
     arguments = next(
         (make(shape) for start, make in ARGUMENTS.items() if name.startswith(start)), ()
     )
-    options = OPTIONS[option](shape) if option else {}
+    options: dict[str, Any] = {}
+    for one in option.split(" and ") if option else ():
+        options |= OPTIONS[one](shape)
     module: nn.Module = stock(*arguments, **options)
     return module.train(option != EVAL)
 

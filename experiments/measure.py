@@ -107,6 +107,13 @@ def _wait(result: Any) -> None:
         torch.cuda.synchronize()
 
 
+def _last(step: Callable[[], Any], calls: int) -> Any:
+    """The result of the last of so many."""
+    for _ in range(calls - 1):
+        step()
+    return step()
+
+
 def paired_times(
     steps: dict[str, Callable[[], Any]],
     repeats: int,
@@ -127,12 +134,8 @@ def paired_times(
     order = random.Random(0)
     for _ in tqdm(range(repeats), "timing", leave=False):
         for name, step in order.sample([*steps.items()], len(steps)):
-            result = None
             start = time.perf_counter()
-            for _ in range(calls):
-                result = step()
-            wait(result)
-            result = None  # whose memory is freed within the time
+            wait(_last(step, calls))
             times[name].append((time.perf_counter() - start) / calls)
     return times
 

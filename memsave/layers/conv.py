@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from .. import kernels, spec
-from .._context import amp_enabled, is_exported, lowered
+from .._context import OF_TORCH, amp_enabled, is_exported, lowered
 from ..function import WEIGHT, Grads, Mask, Saved, Shapes, by_node, define, for_stock
 from ..kernels.reference import Like
 from .modes import is_replaced, others
@@ -29,7 +29,7 @@ from .module import drop_in, parameters_of
 from .padding import pad, unpad
 from .shape import Ints, in_format, is_size, per_axis, placeholder, remembered
 
-#: Of an image, of which a padded copy may live beside that of its gradient.
+#: Of images of so few elements, a padded copy may live beside that of their gradient.
 FEW_ELEMENTS = 1 << 15
 CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 CONV_TRANSPOSE = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
@@ -139,6 +139,11 @@ def _weight_gradient(
     return backward(g, x, weight, None, *options, groups, mask)[1]
 
 
+def _is_few(count: Any) -> bool:
+    """Whether it is a number of elements (and no symbol of a compiler's) so small."""
+    return not is_dynamo_compiling() and type(count) is int and 0 < count < FEW_ELEMENTS
+
+
 def _conv_bwd(
     g: Tensor,
     wrt: Mask,
@@ -159,10 +164,8 @@ def _conv_bwd(
     )
     grads = {}
     g = in_format(g, shapes["x"]) if "x" in wrt else g
-    counts = (g.numel(), x_shape.numel())
-    are_numbers = not is_dynamo_compiling() and all(type(count) is int for count in counts)
-    is_few = are_numbers and counts[0] and 0 < counts[1] < FEW_ELEMENTS
-    if is_few and {"x", "weight"} <= wrt and g.ndim == dims + 2:
+    wants_both = {"x", "weight"} <= wrt and g.ndim == dims + 2
+    if wants_both and _is_few(x_shape.numel()) and not is_size(g.numel(), 0):
         x = _pad(saved["x"], pads, padding_mode)
         options = (steps, edges, apart, False, [0] * dims, groups, [True, True, "bias" in wrt])
         backward = torch.ops.aten.convolution_backward
@@ -456,7 +459,7 @@ def _conv_forward(self: Any, input: Tensor, weight: Tensor, bias: Tensor | None)
         own = _flat(_padding(padding, mode, self.kernel_size, self.dilation)[0])
         # Only a gradient of the weight reads the input. (Autocast pads, and adds up the gradients
         # of what was copied, before it rounds. And of no axes padding is an error.)
-        is_frozen = type(weight) in (Tensor, nn.Parameter) and not weight.requires_grad
+        is_frozen = type(weight) in OF_TORCH and not weight.requires_grad
         is_read = mode == "circular" or not is_frozen
         if not pads or [*pads] != own or amp_enabled(input.device.type) or not is_read:
             input, padding, mode = pad(input, pads, mode), 0, "zeros"
