@@ -139,9 +139,9 @@ def _node(
     target: Tensor,
     weight: Tensor | None,
     *,
-    ignore_index: int,
-    reduction: str,
-    label_smoothing: float,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
 ) -> Tensor | None:
     mode = _reduction.get_enum(reduction)
     return kernels.nodes.cross_entropy(row, x, target, weight, ignore_index, mode, label_smoothing)
@@ -150,7 +150,7 @@ def _node(
 # torch.compile keeps the logits and what normalizes them, by itself.
 _cross_entropy = define(spec.CROSS_ENTROPY, _primal, _bwd, compiled=False, node=_node)
 _cross_entropy_of_probabilities = define(
-    spec.CROSS_ENTROPY_OF_PROBABILITIES, _primal, _bwd_of_probabilities, compiled=False
+    spec.CROSS_ENTROPY_OF_PROBABILITIES, _primal, _bwd_of_probabilities, compiled=False, node=_node
 )
 
 

@@ -9,7 +9,7 @@
 
 /* To be counted up, in native.py too, with each change of what is below or of what Python calls: so that
    nothing runs that was compiled from another state of the sources. */
-enum { INTERFACE = 19 };
+enum { INTERFACE = 20 };
 
 /* Kinds of numbers. */
 enum { OF_FLOAT, OF_DOUBLE, OF_BFLOAT16, OF_FLOAT16 };
@@ -58,12 +58,14 @@ typedef struct {
     int from_y, centered;
 } Norm;
 
-/* Softmax of rows, less 1 for the class of the row (or that smoothed over all), each times its factor (if it
-   is not 0). Those of an image are its places. */
+/* Softmax of rows, times what is wanted of all classes together, less that of each: 1 of the row's class, or
+   their probabilities; smoothed over all, and times their weights. Each row times its factor; where that is 0,
+   its class may be none. Those of an image are its places. */
 typedef struct {
     const void *x;
     const float *factors;
     const int64_t *classes;
+    const void *probabilities, *weights; /* or NULL, as are classes beside probabilities */
     void *y;
     ptrdiff_t features, places;
     double smoothing;

@@ -45,3 +45,6 @@ static inline uint16_t to_bfloat16(float value) { return value != value ? 0x7fc0
     STORED *y = arrays->y;                                                              \
     uint8_t *bits = arrays->bits;                                                       \
     (void)y, (void)near_a, (void)near_b
+
+/* So many elements of a row are near at hand, in the first cache, while they are put aside. */
+enum { BLOCK_OF_ROW = 2048 };

@@ -19,29 +19,67 @@ static inline float largest_bfloat16(const uint16_t *x, size count) {
     return of_bfloat16((uint16_t)rank_of((uint16_t)largest));
 }
 
+/* What each of some classes is wanted to be, times its weight: its probability (but for a row's class, which
+   comes on top), and as much of what is smoothed as any other. (A loop that asks for what may be missing is not
+   one of vectors.) */
+#define WISHED(LOAD, q, w, COUNT)                                                       \
+    if ((q) && (w)) EACH for (size k = 0; k < COUNT; k++) wished[k] = (rest * LOAD((q)[k]) + each) * LOAD((w)[k]); \
+    else if (q) EACH for (size k = 0; k < COUNT; k++) wished[k] = rest * LOAD((q)[k]) + each; \
+    else if (w) EACH for (size k = 0; k < COUNT; k++) wished[k] = each * LOAD((w)[k]);
+
+/* Of the classes, as options of a loss say. */
+#define WISHES(STORED, LOAD)                                                            \
+    const size features = rows->features;                                               \
+    const STORED *weights = rows->weights, *wishes = rows->probabilities;               \
+    const float rest = (float)(1 - rows->smoothing), each = (float)rows->smoothing / features; \
+    double of_all = weights ? 0 : features;                                             \
+    for (size i = 0; weights && i < features; i++) of_all += LOAD(weights[i]);          \
+    of_all *= rows->smoothing / features; /* what is smoothed, in sum */
+
 /* Gradients of cross-entropy. Of 16 bits the exponentials are computed twice, as they cannot be put aside. */
 #define SOFTMAX(NAME, STORED, LOAD, STORE, IS_SHORT)                                    \
     WIDE_LOOP void softmax_##NAME(const void *work, size start, size end, size thread) { \
         const Softmax *rows = work;                                                     \
-        const size features = rows->features;                                           \
-        const float smoothing = (float)rows->smoothing, rest = (float)(1 - rows->smoothing); \
+        WISHES(STORED, LOAD)                                                            \
+        const STORED *of_each = wishes || each ? weights : NULL; /* else only the row's class has one to count */ \
+        float wished[BLOCK_OF_ROW];                                                     \
         (void)thread;                                                                   \
+        for (size k = 0; k < BLOCK_OF_ROW; k++) wished[k] = each;                       \
         for (size row = start; row < end; row++) {                                      \
             const STORED *x = (const STORED *)rows->x + row * features;                 \
+            const STORED *q = wishes ? wishes + row * features : NULL; \
             STORED *y = (STORED *)rows->y + row * features;                             \
-            const float largest = largest_##NAME(x, features);                          \
-            float sum = 0;                                                              \
+            const float largest = largest_##NAME(x, features), factor = rows->factors[row]; \
+            float sum = 0, total = 0, own = 0;                                          \
             SUMMED(sum) for (size i = 0; i < features; i++) {                           \
                 const float e = exp_of(LOAD(x[i]) - largest, IS_SHORT);                 \
                 if (!IS_SHORT) y[i] = STORE(e);                                         \
                 sum += e;                                                               \
             }                                                                           \
-            const float factor = rows->factors[row], scale = factor / sum, each = factor * smoothing / features; \
-            const size class = (size)rows->classes[row];                                \
-            EACH for (size i = 0; i < features; i++)                                    \
-                y[i] = STORE((IS_SHORT ? exp_of(LOAD(x[i]) - largest, IS_SHORT) : LOAD(y[i])) * scale - each); \
-            if (factor != 0 && class >= 0 && class < features)                          \
-                y[class] = STORE(exp_of(LOAD(x[class]) - largest, IS_SHORT) * scale - each - factor * rest); \
+            const size class = q ? -1 : (size)rows->classes[row];                       \
+            if (q) {                                                                    \
+                if (weights) SUMMED(total) for (size i = 0; i < features; i++) total += LOAD(q[i]) * LOAD(weights[i]); \
+                else SUMMED(total) for (size i = 0; i < features; i++) total += LOAD(q[i]); \
+                total = rest * total + (float)of_all;                                   \
+            } else if (factor != 0 && class >= 0 && class < features) {                 \
+                own = rest * (weights ? LOAD(weights[class]) : 1);                      \
+                total = weights ? own + (float)of_all : 1;                                     \
+            }                                                                           \
+            const float scale = factor * total / sum;                                   \
+            for (size first = 0; first < features; first += BLOCK_OF_ROW) {             \
+                const size count = at_most(features - first, BLOCK_OF_ROW);             \
+                const STORED *from = x + first;                                         \
+                STORED *to = y + first;                                                 \
+                WISHED(LOAD, q ? q + first : NULL, of_each ? of_each + first : NULL, count) \
+                EACH for (size k = 0; k < count; k++) {                                 \
+                    const float e = IS_SHORT ? exp_of(LOAD(from[k]) - largest, IS_SHORT) : LOAD(to[k]); \
+                    to[k] = STORE(e * scale - factor * wished[k]);                      \
+                }                                                                       \
+            }                                                                           \
+            if (own != 0) {                                                             \
+                const float p = exp_of(LOAD(x[class]) - largest, IS_SHORT) * scale;     \
+                y[class] = STORE(p - factor * (each * (weights ? LOAD(weights[class]) : 1) + own)); \
+            }                                                                           \
         }                                                                               \
     }
 SOFTMAX(float, float, , , 0)
@@ -52,17 +90,20 @@ enum { PLACES_AT_ONCE = 128 };
 #define SOFTMAX_OF_IMAGES(NAME, STORED, LOAD, STORE, IS_SHORT)                          \
     WIDE_LOOP void image_softmax_##NAME(const void *work, size start, size end, size thread) { \
         const Softmax *rows = work;                                                     \
-        const size features = rows->features, step = rows->places;                      \
-        const float each = (float)rows->smoothing / features, rest = (float)(1 - rows->smoothing); \
+        WISHES(STORED, LOAD)                                                            \
+        const size step = rows->places;                                                 \
         (void)thread;                                                                   \
         for (size count; start < end; start += count) {                                 \
             const size place = start % step, first = start / step * features * step + place; \
             count = at_most(at_most(PLACES_AT_ONCE, step - place), end - start);        \
-            const STORED *x = (const STORED *)rows->x + first;                          \
+            const STORED *x = (const STORED *)rows->x + first, *q = wishes ? wishes + first : NULL; \
             STORED *y = (STORED *)rows->y + first;                                      \
             const float *factors = rows->factors + start;                               \
-            float largest[PLACES_AT_ONCE], sum[PLACES_AT_ONCE], scale[PLACES_AT_ONCE];  \
-            for (size k = 0; k < count; k++) largest[k] = -INFINITY, sum[k] = 0;        \
+            float largest[PLACES_AT_ONCE], sum[PLACES_AT_ONCE], total[PLACES_AT_ONCE], own[PLACES_AT_ONCE]; \
+            float wished[PLACES_AT_ONCE];                                               \
+            for (size k = 0; k < count; k++) {                                          \
+                largest[k] = -INFINITY, sum[k] = total[k] = own[k] = 0, wished[k] = each; \
+            }                                                                           \
             for (size i = 0; i < features * step; i += step)                            \
                 EACH for (size k = 0; k < count; k++)                                   \
                     largest[k] = LOAD(x[i + k]) > largest[k] ? LOAD(x[i + k]) : largest[k]; \
@@ -72,17 +113,33 @@ enum { PLACES_AT_ONCE = 128 };
                     if (!IS_SHORT) y[i + k] = STORE(e);                                 \
                     sum[k] += e;                                                        \
                 }                                                                       \
-            for (size k = 0; k < count; k++) scale[k] = factors[k] / sum[k];            \
-            for (size i = 0; i < features * step; i += step)                            \
-                EACH for (size k = 0; k < count; k++) {                                 \
-                    const float e = IS_SHORT ? exp_of(LOAD(x[i + k]) - largest[k], IS_SHORT) : LOAD(y[i + k]); \
-                    y[i + k] = STORE(e * scale[k] - factors[k] * each);                 \
-                }                                                                       \
-            for (size k = 0; k < count; k++) {                                          \
-                const size class = (size)rows->classes[start + k], i = class * step + k; \
+            for (size i = 0; q && i < features; i++) {                                  \
+                const float weight = weights ? LOAD(weights[i]) : 1;                    \
+                EACH for (size k = 0; k < count; k++) total[k] += LOAD(q[i * step + k]) * weight; \
+            }                                                                           \
+            for (size k = 0; k < count && q; k++) total[k] = rest * total[k] + (float)of_all; \
+            for (size k = 0; k < count && !q; k++) {                                    \
+                const size class = (size)rows->classes[start + k];                      \
                 if (factors[k] == 0 || class < 0 || class >= features) continue;        \
-                const float p = exp_of(LOAD(x[i]) - largest[k], IS_SHORT) * scale[k];   \
-                y[i] = STORE(p - factors[k] * each - factors[k] * rest);                \
+                own[k] = rest * (weights ? LOAD(weights[class]) : 1);                   \
+                total[k] = weights ? own[k] + (float)of_all : 1;                               \
+            }                                                                           \
+            for (size k = 0; k < count; k++) sum[k] = factors[k] * total[k] / sum[k];   \
+            for (size i = 0; i < features; i++) {                                       \
+                const float weight = weights ? LOAD(weights[i]) : 1;                    \
+                const STORED *from = x + i * step, *of_each = NULL;                     \
+                STORED *to = y + i * step;                                              \
+                WISHED(LOAD, q ? q + i * step : NULL, of_each, count)                   \
+                EACH for (size k = 0; k < count; k++) {                                 \
+                    const float e = IS_SHORT ? exp_of(LOAD(from[k]) - largest[k], IS_SHORT) : LOAD(to[k]); \
+                    to[k] = STORE(e * sum[k] - factors[k] * wished[k] * weight);        \
+                }                                                                       \
+            }                                                                           \
+            for (size k = 0; k < count; k++) {                                          \
+                if (own[k] == 0) continue;                                              \
+                const size class = (size)rows->classes[start + k], at = class * step + k; \
+                const float p = exp_of(LOAD(x[at]) - largest[k], IS_SHORT) * sum[k];    \
+                y[at] = STORE(p - factors[k] * (each * (weights ? LOAD(weights[class]) : 1) + own[k])); \
             }                                                                           \
         }                                                                               \
     }

@@ -95,7 +95,6 @@ PUT_ASIDE(double)
 #define GRADIENT(XHAT, LOAD, STORE)                                                     \
     EACH for (size k = 0; k < count; k++)                                               \
         dx[k] = STORE((LOAD(g[k]) * (weight[k] + shift) - (XHAT) * slope - shared) * scale);
-enum { BLOCK_OF_ROW = 2048 };
 NORM(norm_float, float, float, , )
 NORM(norm_double, double, double, , )
 NORM(norm_bfloat16, float, uint16_t, of_bfloat16, to_bfloat16) /* parameters and statistics: float */

@@ -1,4 +1,4 @@
-/* Cross-entropy of rows of logits, or of images of many places, by indices of classes. */
+/* Cross-entropy of rows of logits, or of images of many places, by indices or probabilities of classes. */
 
 #pragma once
 
@@ -20,8 +20,10 @@ bool fits(const Tensor &x, const Tensor &target) {
     if (!is_known(x) || !is_served || x.dim() < 2 || !x.numel()) return false;
     const auto shape = x.sizes();
     const bool are_many = x.dim() == 2 || c10::multiply_integers(shape.slice(2)) >= FEW_PLACES;
-    return are_many && x.is_contiguous() && is_beside(target, x) && target.scalar_type() == at::kLong &&
-           target.is_contiguous() && target.dim() == x.dim() - 1 && target.size(0) == shape[0] &&
+    if (!are_many || !x.is_contiguous() || !is_beside(target, x) || !target.is_contiguous()) return false;
+    if (target.is_floating_point())
+        return x.is_cpu() && dtype != at::kDouble && target.scalar_type() == dtype && target.sizes() == shape;
+    return target.scalar_type() == at::kLong && target.dim() == x.dim() - 1 && target.size(0) == shape[0] &&
            target.sizes().slice(1) == shape.slice(2);
 }
 
@@ -47,7 +49,7 @@ PyObject *cross_entropy(PyObject *, PyObject *const *args, Py_ssize_t count) {
         if (!given || !is_weight(*given, *x)) Py_RETURN_NONE;
         weight = *given;
     }
-    if (weight && smoothing) Py_RETURN_NONE;
+    if (weight && smoothing && (x->is_cuda() || x->scalar_type() == at::kDouble)) Py_RETURN_NONE;
     Made made;
     compute([&] {
         made.y = at::cross_entropy_loss(*x, *target, weight, reduction, ignored, smoothing);
@@ -103,68 +105,99 @@ Tensor loss_of_rows(const Tensor &g, const Tensor &x, const Tensor &target, cons
     return dx;
 }
 
-/* That of x is (softmax(x) - q) * h for each row, of which q is 1 for the class of the target, or that
-   smoothed over all classes. (Under autocast the loss, and so g, is wider than x.) */
-Tensor cross_entropy_backward(AutogradContext *ctx, const Tensor &g) {
+/* Of what forward has looked at, by operations that have gradients themselves. */
+Tensor loss_by_operations(const Tensor &g, const Tensor &x, const Tensor &target, const Tensor &weight,
+                          int64_t ignored, bool is_mean, double smoothing) {
+    const Tensor p = at::softmax(x, 1, g.scalar_type());
+    Tensor wanted, each = g;
+    if (target.is_floating_point()) {
+        wanted = smoothing ? target * (1 - smoothing) + smoothing / x.size(1) : target;
+        if (is_mean) each = g * ((double)x.size(1) / x.numel());
+    } else {
+        const Tensor counts = target != ignored, index = target * counts;
+        const Tensor of_target = weight.defined() ? weight.index({index}).to(p.dtype()) * counts : counts;
+        if (is_mean) each = g / of_target.sum(p.scalar_type());
+        each = at::where(counts, each, at::zeros({}, g.options()));
+        wanted = at::zeros_like(p).scatter(1, index.unsqueeze(1), 1 - smoothing) + smoothing / x.size(1);
+    }
+    if (weight.defined()) {
+        at::DimVector along(x.dim() - 1, 1);
+        along[0] = x.size(1);
+        wanted = wanted * weight.view(along);
+    }
+    return ((p * wanted.sum(1, true) - wanted) * (each.dim() ? each.unsqueeze(1) : each)).to(x.scalar_type());
+}
+
+/* What each row of the gradient is to be multiplied with. */
+template <typename scalar_t, typename wide_t>
+void factors_of_rows(const Tensor &g, const Tensor &target, const Tensor &weight, int64_t classes, int64_t ignored,
+                     bool is_mean, wide_t *each, int64_t rows) {
+    const wide_t *of = g.const_data_ptr<wide_t>();
+    const bool of_rows = g.dim();
+    double total = rows;
+    if (target.is_floating_point()) {
+        for (int64_t row = 0; row < rows; row++) each[row] = 1;
+    } else {
+        const int64_t *classed = target.const_data_ptr<int64_t>();
+        const scalar_t *weights = weight.defined() ? weight.const_data_ptr<scalar_t>() : nullptr;
+        total = 0;
+        for (int64_t row = 0; row < rows; row++) {
+            const bool counts = classed[row] != ignored;
+            TORCH_CHECK_INDEX(!counts || (classed[row] >= 0 && classed[row] < classes), "Target ", classed[row],
+                              " is out of bounds.");
+            each[row] = counts;
+            if (counts) total += weights ? (wide_t)weights[classed[row]] : 1;
+        }
+    }
+    for (int64_t row = 0; row < rows; row++)
+        if (each[row]) each[row] = of[of_rows ? row : 0] / (is_mean ? (wide_t)total : 1);
+}
+
+/* That of x is softmax(x) times the sum of what is wanted, less that, for each row times g: of the class of the
+   target 1, or probabilities; smoothed over all classes, and times their weights. (Under autocast the loss, and
+   so g, is wider than x.) */
+Tensor cross_entropy_backward(AutogradContext *ctx, const Tensor &given) {
     const auto kept = ctx->get_saved_variables();
     const Tensor &x = kept[0], &target = kept[1], weight = kept.size() > 2 ? kept[2] : Tensor();
     const int64_t ignored = ctx->saved_data.at("ignored").toInt();
     const bool is_mean = ctx->saved_data.at("is_mean").toBool();
     const double smoothing = ctx->saved_data.at("smoothing").toDouble();
-    const bool of_rows = g.dim() && g.is_contiguous() && g.sizes() == target.sizes();
+    const int64_t classes = x.size(1), rows = x.numel() / classes, places = rows / x.size(0);
     const auto own = x.scalar_type(), wide = c10::elementSize(own) < 4 ? at::kFloat : own;
-    bool fast = is_final(g) && fits(x, target) && x.device() == g.device() &&
-                      (g.scalar_type() == own || g.scalar_type() == wide) &&
-                      (!weight.defined() || is_weight(weight, x)) && (of_rows || !g.dim());
+    bool fast = is_final(given) && fits(x, target) && x.device() == given.device() &&
+                (given.scalar_type() == own || given.scalar_type() == wide) &&
+                (!weight.defined() || is_weight(weight, x)) && (!given.dim() || given.numel() == rows);
+    const Tensor g = fast ? given.contiguous() : given;
     if (fast && g.is_cuda()) {
         at::AutoDispatchBelowADInplaceOrView guard;
         const Tensor dx = loss_of_rows(g, x, target, weight, ignored, is_mean, smoothing);
         if (dx.defined()) return dx;
         fast = false;
     }
-    if (!fast) {
-        const Tensor counts = target != ignored, index = target * counts;
-        const auto dtype = g.scalar_type();
-        const Tensor of_target = weight.defined() ? weight.index({index}).to(dtype) * counts : counts;
-        const Tensor each = is_mean ? g / of_target.sum(dtype) : g;
-        const Tensor zero = at::zeros({}, g.options());
-        const Tensor h = at::where(counts, weight.defined() ? each * of_target : each, zero).unsqueeze(1);
-        const Tensor p = at::softmax(x, 1, dtype), hard = smoothing ? h * (1 - smoothing) : h, column = index.unsqueeze(1);
-        const Tensor dx = p * h - at::zeros_like(p).scatter(1, column, hard);
-        return (smoothing ? dx - h * (smoothing / x.size(1)) : dx).to(own);
-    }
+    if (!fast) return loss_by_operations(g, x, target, weight, ignored, is_mean, smoothing);
     at::AutoDispatchBelowADInplaceOrView guard;
-    const int64_t rows = target.numel(), classes = x.size(1), places = rows / x.size(0);
-    const int64_t *classed = target.const_data_ptr<int64_t>();
     const bool is_double = own == at::kDouble;
     const Tensor dx = is_double ? at::_softmax(x, 1, false) : memory_like(x);
-    const Tensor h = memory(target.sizes(), wide), given = g.to(wide);
+    const Tensor h = memory(g.dim() ? g.sizes() : at::IntArrayRef(rows), wide), from = g.to(wide);
     AT_DISPATCH_FLOATING_TYPES_AND(at::kBFloat16, own, "cross_entropy", [&] {
         using wide_t = at::opmath_type<scalar_t>;
-        const wide_t *of = given.const_data_ptr<wide_t>();
-        const scalar_t *weights = weight.defined() ? weight.const_data_ptr<scalar_t>() : nullptr;
-        wide_t *each = h.mutable_data_ptr<wide_t>();
-        double total = 0;
-        for (int64_t row = 0; row < rows; row++) {
-            const bool is_ignored = classed[row] == ignored;
-            TORCH_CHECK_INDEX(is_ignored || (classed[row] >= 0 && classed[row] < classes), "Target ", classed[row],
-                              " is out of bounds.");
-            each[row] = is_ignored ? 0 : weights ? (wide_t)weights[classed[row]] : 1;
-            total += each[row];
-        }
-        for (int64_t row = 0; row < rows; row++)
-            if (classed[row] != ignored) each[row] *= of[of_rows ? row : 0] / (is_mean ? (wide_t)total : 1);
+        factors_of_rows<scalar_t>(from, target, weight, classes, ignored, is_mean, h.mutable_data_ptr<wide_t>(), rows);
     });
+    const int64_t *classed = target.is_floating_point() ? nullptr : target.const_data_ptr<int64_t>();
     if (!is_double) {
-        const Softmax softmax = {x.const_data_ptr(), h.const_data_ptr<float>(), classed, dx.mutable_data_ptr(), classes,
-                                 places, smoothing};
+        const void *probabilities = classed ? nullptr : target.const_data_ptr();
+        const void *weights = weight.defined() ? weight.const_data_ptr() : nullptr;
+        const Softmax softmax = {x.const_data_ptr(), h.const_data_ptr<float>(), classed, probabilities, weights,
+                                 dx.mutable_data_ptr(), classes, places, smoothing};
         loops->softmax(&softmax, own == at::kFloat ? OF_FLOAT : OF_BFLOAT16, rows, at::get_num_threads());
         return dx;
     }
-    dx.mul_(h.unsqueeze(1));
-    if (smoothing) dx.sub_(h.unsqueeze(1), smoothing / (double)classes);
-    const double *each = h.const_data_ptr<double>();
-    double *gradient = dx.mutable_data_ptr<double>();
+    double *each = h.mutable_data_ptr<double>(), *gradient = dx.mutable_data_ptr<double>();
+    for (int64_t row = 0; row < rows && weight.defined(); row++)
+        if (each[row]) each[row] *= weight.const_data_ptr<double>()[classed[row]];
+    const Tensor along = h.view(target.sizes()).unsqueeze(1);
+    dx.mul_(along);
+    if (smoothing) dx.sub_(along, smoothing / (double)classes);
     for (int64_t row = 0; row < rows; row++)
         if (classed[row] != ignored)
             gradient[(row / places * classes + classed[row]) * places + row % places] -= each[row] * (1 - smoothing);
