@@ -1223,7 +1223,15 @@ def test_cross_entropy_of_targets_that_want_a_gradient() -> None:
 @pytest.mark.parametrize("half", HALVES, ids=str)
 @pytest.mark.parametrize("of_rows", [True, False])
 @pytest.mark.parametrize(
-    "options", [{}, {"reduction": "none"}, {"label_smoothing": 0.1}, {"weight": True}], ids=str
+    "options",
+    [
+        {},
+        {"reduction": "none"},
+        {"label_smoothing": 0.1},
+        {"weight": True},
+        {"weight": True, "label_smoothing": 0.1},
+    ],
+    ids=str,
 )
 def test_cross_entropy_under_autocast_keeps_narrow_logits(half, of_rows, options) -> None:
     """Stock keeps float32 log-probabilities. (The rows are not tested in two dtypes at once.)"""
@@ -1232,7 +1240,7 @@ def test_cross_entropy_under_autocast_keeps_narrow_logits(half, of_rows, options
         x, target = x.movedim(1, -1).flatten(0, -2).contiguous(), target.flatten()
     x = x.detach().to(half).requires_grad_()
     if "weight" in options:
-        options = {"weight": torch.rand(x.shape[1]).to(half)}
+        options = options | {"weight": torch.rand(x.shape[1]).to(half)}
 
     def run(loss):
         with torch.autocast("cpu", dtype=half):

@@ -47,7 +47,7 @@ static inline float largest_bfloat16(const uint16_t *x, size count) {
         for (size k = 0; k < BLOCK_OF_ROW; k++) wished[k] = each;                       \
         for (size row = start; row < end; row++) {                                      \
             const STORED *x = (const STORED *)rows->x + row * features;                 \
-            const STORED *q = wishes ? wishes + row * features : NULL; \
+            const STORED *q = wishes ? wishes + row * features : NULL;                  \
             STORED *y = (STORED *)rows->y + row * features;                             \
             const float largest = largest_##NAME(x, features), factor = rows->factors[row]; \
             float sum = 0, total = 0, own = 0;                                          \
@@ -63,7 +63,7 @@ static inline float largest_bfloat16(const uint16_t *x, size count) {
                 total = rest * total + (float)of_all;                                   \
             } else if (factor != 0 && class >= 0 && class < features) {                 \
                 own = rest * (weights ? LOAD(weights[class]) : 1);                      \
-                total = weights ? own + (float)of_all : 1;                                     \
+                total = weights ? own + (float)of_all : 1;                              \
             }                                                                           \
             const float scale = factor * total / sum;                                   \
             for (size first = 0; first < features; first += BLOCK_OF_ROW) {             \
@@ -100,7 +100,7 @@ enum { PLACES_AT_ONCE = 128 };
             STORED *y = (STORED *)rows->y + first;                                      \
             const float *factors = rows->factors + start;                               \
             float largest[PLACES_AT_ONCE], sum[PLACES_AT_ONCE], total[PLACES_AT_ONCE], own[PLACES_AT_ONCE]; \
-            float wished[PLACES_AT_ONCE];                                               \
+            float scale[PLACES_AT_ONCE], wished[PLACES_AT_ONCE];                        \
             for (size k = 0; k < count; k++) {                                          \
                 largest[k] = -INFINITY, sum[k] = total[k] = own[k] = 0, wished[k] = each; \
             }                                                                           \
@@ -122,9 +122,9 @@ enum { PLACES_AT_ONCE = 128 };
                 const size class = (size)rows->classes[start + k];                      \
                 if (factors[k] == 0 || class < 0 || class >= features) continue;        \
                 own[k] = rest * (weights ? LOAD(weights[class]) : 1);                   \
-                total[k] = weights ? own[k] + (float)of_all : 1;                               \
+                total[k] = weights ? own[k] + (float)of_all : 1;                        \
             }                                                                           \
-            for (size k = 0; k < count; k++) sum[k] = factors[k] * total[k] / sum[k];   \
+            for (size k = 0; k < count; k++) scale[k] = factors[k] * total[k] / sum[k]; \
             for (size i = 0; i < features; i++) {                                       \
                 const float weight = weights ? LOAD(weights[i]) : 1;                    \
                 const STORED *from = x + i * step, *of_each = NULL;                     \
@@ -132,13 +132,13 @@ enum { PLACES_AT_ONCE = 128 };
                 WISHED(LOAD, q ? q + i * step : NULL, of_each, count)                   \
                 EACH for (size k = 0; k < count; k++) {                                 \
                     const float e = IS_SHORT ? exp_of(LOAD(from[k]) - largest[k], IS_SHORT) : LOAD(to[k]); \
-                    to[k] = STORE(e * sum[k] - factors[k] * wished[k] * weight);        \
+                    to[k] = STORE(e * scale[k] - factors[k] * wished[k] * weight);      \
                 }                                                                       \
             }                                                                           \
             for (size k = 0; k < count; k++) {                                          \
                 if (own[k] == 0) continue;                                              \
                 const size class = (size)rows->classes[start + k], at = class * step + k; \
-                const float p = exp_of(LOAD(x[at]) - largest[k], IS_SHORT) * sum[k];    \
+                const float p = exp_of(LOAD(x[at]) - largest[k], IS_SHORT) * scale[k];  \
                 y[at] = STORE(p - factors[k] * (each * (weights ? LOAD(weights[class]) : 1) + own[k])); \
             }                                                                           \
         }                                                                               \
