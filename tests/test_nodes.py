@@ -172,6 +172,101 @@ def test_images(layer: nn.Module, dtype: torch.dtype, layout: Any, size: int) ->
         torch.testing.assert_close(dx, gradient, rtol=0, atol=bound)
 
 
+OF_VOLUMES = [
+    *(nn.Conv3d(6, 4, 3), nn.Conv3d(6, 4, 3, padding=1, padding_mode="reflect")),
+    *(nn.ConvTranspose3d(6, 4, 3), nn.MaxPool3d(2), nn.AvgPool3d(2), nn.AdaptiveAvgPool3d(3)),
+    *(nn.ReplicationPad3d(1), nn.BatchNorm3d(6).eval(), nn.Dropout3d(0.3), nn.AdaptiveMaxPool3d(2)),
+]
+CIRCULAR = nn.Conv2d(6, 4, 3, padding=1, padding_mode="circular")
+
+
+@needs_nodes
+@pytest.mark.parametrize("frozen", [True, False])
+@pytest.mark.parametrize("layer", [*OF_IMAGES, CIRCULAR, *OF_VOLUMES], ids=str)
+def test_batched_gradients_of_channels_that_are_last(layer: nn.Module, frozen: bool) -> None:
+    """Was an error of frozen convolutions: vmap does not know that format."""
+    dims = 3 if layer in OF_VOLUMES else 2
+    layout: Any = torch.channels_last if dims == 2 else torch.channels_last_3d
+    random = torch.Generator().manual_seed(0)
+    image = torch.randn(2, 6, *[6] * dims, generator=random).to(memory_format=layout)
+    results = []
+    for module in (layer, memsave.convert(nn.Sequential(copy.deepcopy(layer)))):
+        module.requires_grad_(not frozen)
+        x = image.clone().requires_grad_()
+        torch.manual_seed(1)
+        y = module(x * 1)
+        leaves = [x, *(p for p in module.parameters() if not frozen)]
+        gs = torch.randn(3, *y.shape, generator=random.manual_seed(2))
+        results.append(torch.autograd.grad(y, leaves, gs, is_grads_batched=True))
+    same(*results, rtol=1e-4, atol=1e-5)
+
+
+#: Options of a convolution that has to pad by itself, of one axis of the kernel.
+PADDED: dict[str, dict[str, Any]] = {
+    **{
+        mode: {"kernel_size": 3, "padding": 2, "padding_mode": mode}
+        for mode in ("reflect", "replicate", "circular")
+    },
+    "dilated": {"kernel_size": 3, "stride": 2, "dilation": 2, "padding": 1}
+    | {"padding_mode": "circular", "bias": False},
+    "grouped": {"kernel_size": 2, "groups": 2, "padding": "same", "padding_mode": "reflect"},
+    "evenly same": {"kernel_size": 4, "padding": "same", "padding_mode": "zeros"},
+}
+WANTED = [
+    {name for name, is_wanted in zip(("x", "weight", "bias"), each, strict=True) if is_wanted}
+    for each in product((True, False), repeat=3)
+    if any(each)
+]
+
+
+@needs_nodes
+@pytest.mark.filterwarnings("ignore:.*padding='same'")
+@pytest.mark.parametrize("layout", ["first", "last"])
+@pytest.mark.parametrize(
+    "places",
+    [((30,), (6, 5), (6, 5, 4)), ((4200,), (60, 70), (12, 14, 25))],
+    ids=["few", "many"],
+)
+@pytest.mark.parametrize("options", PADDED.values(), ids=PADDED)
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_convolutions_that_pad(
+    dims: int, options: dict[str, Any], places: tuple[Any, ...], layout: str
+) -> None:
+    """In either format, by either order of the padded copies; and the gradients of gradients."""
+    random = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 4, *places[dims - 1], generator=random, dtype=torch.float64)
+    if layout == "last" and dims > 1:
+        x = x.to(memory_format=torch.channels_last if dims == 2 else torch.channels_last_3d)
+    stock = getattr(nn, f"Conv{dims}d")(4, 6, **options).double()
+    layers = stock, memsave.convert(copy.deepcopy(stock))
+    for wanted in WANTED:
+        results = []
+        for layer in layers:
+            given = x.detach().requires_grad_("x" in wanted)
+            leaves = [given] if "x" in wanted else []
+            for name, parameter in layer.named_parameters():
+                leaves += (
+                    [parameter] if parameter.requires_grad_(name in wanted).requires_grad else []
+                )
+            if not leaves:
+                continue
+            y = layer(given * 1)
+            if layer is not stock:
+                assert type(y.grad_fn).__name__ == "MemsaveLayerBackward"
+            g = helpers.cotangent(y).requires_grad_()
+            grads = torch.autograd.grad(y, leaves, g, create_graph=True)
+            loss = sum((grad.sin().sum() for grad in grads), torch.zeros(()))
+            again = torch.autograd.grad(loss, [g, *leaves], materialize_grads=True)
+            y = layer(given * 1)
+            at_last = torch.autograd.grad(y, leaves, g.detach())
+            results.append([y, *grads, *again, *at_last])
+            if "x" in wanted and layer is not stock:
+                assert at_last[0].stride() == x.stride()
+        if results:
+            same(results[1][0], results[0][0], layout=True, rtol=1e-9, atol=1e-9)
+            same(results[1], results[0], rtol=1e-9, atol=1e-9)
+
+
 #: Images of which one axis has one place, whose stride may be anything.
 ONE_PLACE: dict[str, Callable[[], Tensor]] = {
     "a batch of one": lambda: torch.randn(12, 20, 6).permute(2, 0, 1)[None],
@@ -1019,6 +1114,8 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "Conv2d, same": lambda: nn.Conv2d(4, 6, 3, padding="same"),
     "Conv2d, evenly same": lambda: nn.Conv2d(4, 6, 2, padding="same"),
     "Conv2d, reflect": lambda: nn.Conv2d(4, 6, 3, padding=1, padding_mode="reflect"),
+    "Conv2d, circular": lambda: nn.Conv2d(4, 6, 3, 2, (0, 1), padding_mode="circular"),
+    "Conv2d, no such mode": lambda: changed(nn.Conv2d(4, 6, 3), padding_mode="mirror"),
     "Conv2d, another weight": lambda: changed(nn.Conv2d(4, 6, 3), weight=torch.ones(6, 4, 3, 3)),
     "Conv2d, another stride": lambda: changed(nn.Conv2d(4, 6, 3), stride=2),
     "Conv2d, a bad stride": lambda: changed(nn.Conv2d(4, 6, 3), stride=(1, 2, 3)),

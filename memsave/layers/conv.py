@@ -106,20 +106,16 @@ def _flat(pads: Sequence[tuple[int, int]]) -> list[int]:
 
 
 def _unpad(g: Tensor, like: Like, pads: Sequence[tuple[int, int]], mode: str) -> Tensor:
-    """The adjoint of :func:`_pad`: crop, and add what was copied to where it came from."""
-    if mode == "zeros":
-        return F.pad(g, [-p for p in _flat(pads)])
-    if mode != "circular":
+    """The adjoint of :func:`_pad`, of a ``g`` that nobody else has: add what was copied to where it
+    came from, and crop.
+    """
+    if mode in ("reflect", "replicate"):
         return unpad(g, like, _flat(pads), mode)
-    for axis, (left, right) in enumerate(pads, start=-len(pads)):
-        if not left and not right:
-            continue
-        size = g.shape[axis] - left - right
-        inner = g.narrow(axis, left, size).clone()
-        inner.narrow(axis, size - left, left).add_(g.narrow(axis, 0, left))
-        inner.narrow(axis, 0, right).add_(g.narrow(axis, left + size, right))
-        g = inner
-    return g
+    for axis, (left, right) in enumerate(pads if mode == "circular" else (), start=-len(pads)):
+        size = like.shape[axis]
+        g.narrow(axis, size, left).add_(g.narrow(axis, 0, left))
+        g.narrow(axis, left, right).add_(g.narrow(axis, left + size, right))
+    return in_format(F.pad(g, [-p for p in _flat(pads)]), like)
 
 
 def _bias_gradient(g: Tensor, dims: int) -> Tensor:
@@ -247,7 +243,13 @@ def _conv_node(
     groups: int = 1,
     padding_mode: str = "zeros",
 ) -> Tensor | None:
-    if wrt != {"x"} or padding_mode != "zeros" or padding == "same" or x.ndim != dims + 2:
+    if x.ndim != dims + 2:
+        return None
+    if padding_mode != "zeros" or padding == "same":
+        pads, _ = _padding(padding, padding_mode, weight.shape[2:], dilation)
+        how = (stride, dilation, groups, padding_mode, _flat(pads))
+        return kernels.nodes.padded_convolution(row, x, weight, bias, *how) if pads else None
+    if wrt != {"x"}:
         return None
     options = (stride, 0 if padding == "valid" else padding, dilation, False, 0, groups)
     return kernels.nodes.convolution(row, x, weight, bias, *options)

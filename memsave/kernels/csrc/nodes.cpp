@@ -19,6 +19,7 @@
 #include "nodes/instance_norm.h"
 #include "nodes/loss.h"
 #include "nodes/norm.h"
+#include "nodes/padded_conv.h"
 #include "nodes/padding.h"
 #include "nodes/pooling.h"
 
@@ -56,7 +57,7 @@ PyObject *connect(PyObject *, PyObject *args) {
     loops = (const Loops *)PyCapsule_GetPointer(capsule, LOOPS);
     if (!loops) return nullptr;
 
-    return PyTuple_Pack(2, show<Layer>(), show<Norms>());
+    return PyTuple_Pack(3, show<Layer>(), show<Norms>(), show<PaddedConvs>());
 }
 
 #define FAST(NAME) {#NAME, (PyCFunction)(void (*)())NAME, METH_FASTCALL, nullptr} /* see nodes.py */
@@ -90,6 +91,7 @@ PyMethodDef methods[] = {
     FAST(adaptive_avg_pool),
     FAST(convolution),
     FAST(convolution_of),
+    FAST(padded_convolution),
     FAST(batch_norm_eval),
     FAST(batch_norm_of),
     {nullptr, nullptr, 0, nullptr},

@@ -10,9 +10,11 @@
 namespace {
 
 constexpr int64_t FEW_ELEMENTS = 1 << 15;
+constexpr int64_t NO_PLACES[3] = {}; /* of each axis */
 enum Sizes { STRIDE, PADDING, DILATION, LEFT_OVER };
 
 Backward convolution_backward;
+PyObject *padded_convolution(PyObject *, PyObject *const *args, Py_ssize_t count); /* see padded_conv.h */
 
 PyObject *convolution(PyObject *, PyObject *const *args, Py_ssize_t count) {
     HANDLE_TH_ERRORS
@@ -65,11 +67,18 @@ PyObject *convolution_of(PyObject *, PyObject *const *args, Py_ssize_t count) {
     const Module module = {args[1]};
     PyObject *weight = module.parameter("weight"), *bias = module.parameter("bias");
     PyObject *padding = module.option("padding"), *mode = module.option("padding_mode");
-    PyObject *stride = module.option("stride"), *dilation = module.option("dilation"), *groups = module.option("groups");
+    PyObject *stride = module.option("stride"), *dilation = module.option("dilation");
+    PyObject *groups = module.option("groups");
     if (!weight || !bias || !padding || !mode || !stride || !dilation || !groups) Py_RETURN_NONE;
-    if (!PyUnicode_Check(mode) || PyUnicode_CompareWithASCIIString(mode, "zeros")) Py_RETURN_NONE;
-    if (args[2] == Py_None || weight == Py_None || module.option("_conv_forward")) Py_RETURN_NONE;
+    if (!PyUnicode_Check(mode) || args[2] == Py_None || weight == Py_None || module.option("_conv_forward"))
+        Py_RETURN_NONE;
     const auto wanted = wanted_of({args[2], weight, bias});
+    if (PyUnicode_CompareWithASCIIString(mode, "zeros")) {
+        PyObject *edges = module.option("_reversed_padding_repeated_twice");
+        PyObject *const all[] = {args[0], args[2], weight, bias, stride, dilation, groups, mode, edges};
+        if (!edges || !wanted || !*wanted) Py_RETURN_NONE;
+        return padded_convolution(nullptr, all, 9);
+    }
     if (wanted == 1) {
         PyObject *const all[] = {args[0], args[2], weight, bias, stride, padding, dilation, Py_False, zero, groups};
         return convolution(nullptr, all, 10);
@@ -96,44 +105,52 @@ PyObject *convolution_of(PyObject *, PyObject *const *args, Py_ssize_t count) {
     END_HANDLE_TH_ERRORS
 }
 
-Tensor convolution_backward(AutogradContext *ctx, const Tensor &given) {
-    const Tensor weight = ctx->get_saved_variables()[0];
-    const auto options = options_of(ctx);
-    const size_t first = 3, dims = (options.size() - first - 2) / 5;
-    const auto by = [&](Sizes one) { return at::IntArrayRef(options).slice(first + one * dims, dims); };
-    const at::DimVector shape(at::IntArrayRef(options).slice(first + 4 * dims)), zeros(dims, 0);
-    const bool transposed = options[0];
+/* The gradient of x, that is of this shape and stored so. */
+Tensor gradient_of_images(const Tensor &given, const Tensor &weight, at::IntArrayRef shape, at::MemoryFormat format,
+                          const at::DimVector *by, bool transposed, int64_t groups) {
+    const size_t dims = shape.size() - 2;
     const bool few = c10::multiply_integers(shape) < FEW_ELEMENTS;
     Tensor g = given, x;
-    if (g.is_cpu()) { /* whose gradient is stored as x */
-        const auto format = (at::MemoryFormat)options[2];
-        g = g.contiguous(format);
+    if (g.is_cpu()) {
+        g = in_format(g, format);
         const bool is_last = format != at::MemoryFormat::Contiguous, fits = c10::multiply_integers(shape) <= g.numel();
         /* (oneDNN takes twice as long for the transposed one of several groups of channels that are last.) */
-        const bool in_groups = is_last && options[1] > 1 && options[1] < shape[1] && g.scalar_type() == at::kFloat;
+        const bool in_groups = is_last && groups > 1 && groups < shape[1] && g.scalar_type() == at::kFloat;
         if (!transposed && (is_last ? fits && (few || in_groups) : few)) x = stand_in(g, shape, format);
     } else if (!transposed) {
         /* (It may copy x, if that is not stored as g is; and that of one axis always, but not of two.) */
-        const auto like_x = dims == 1 ? with_one_place(shape) : shape;
-        const auto format = any_format_of(g, dims);
-        const bool fits = format && is_final(g) && c10::multiply_integers(shape) <= g.numel();
-        if (options[1] > 1 && g.is_contiguous()) x = at::empty({1}, g.options()).expand(like_x);
-        else if (fits) x = stand_in(g, like_x, *format);
+        const auto like_x = dims == 1 ? with_one_place(at::DimVector(shape)) : at::DimVector(shape);
+        const auto own = any_format_of(g, dims);
+        const bool fits = own && is_final(g) && c10::multiply_integers(shape) <= g.numel();
+        if (groups > 1 && g.is_contiguous()) x = at::empty({1}, g.options()).expand(like_x);
+        else if (fits) x = stand_in(g, like_x, *own);
     }
     if (!x.defined())
-        return at::convolution(g, weight, {}, by(STRIDE), by(PADDING), by(DILATION), !transposed,
-                               transposed ? at::IntArrayRef(zeros) : by(LEFT_OVER), options[1]);
+        return at::convolution(g, weight, {}, by[STRIDE], by[PADDING], by[DILATION], !transposed,
+                               transposed ? at::IntArrayRef(NO_PLACES, dims) : at::IntArrayRef(by[LEFT_OVER]), groups);
     const bool flat = x.dim() > g.dim();
     const auto along = [&](Sizes one, int64_t first) {
-        at::DimVector sizes(by(one));
+        at::DimVector sizes(by[one]);
         if (flat) sizes.insert(sizes.begin(), first);
         return sizes;
     };
     const BelowAutograd guard(g);
     const Tensor dx = std::get<0>(at::convolution_backward(
-        flat ? g.unsqueeze(-2) : g, x, flat ? weight.unsqueeze(-2) : weight, at::OptionalIntArrayRef(), along(STRIDE, 1),
-        along(PADDING, 0), along(DILATION, 1), false, at::DimVector(x.dim() - 2, 0), options[1], {true, false, false}));
+        flat ? g.unsqueeze(-2) : g, x, flat ? weight.unsqueeze(-2) : weight, at::OptionalIntArrayRef(),
+        along(STRIDE, 1), along(PADDING, 0), along(DILATION, 1), false, {NO_PLACES, (size_t)x.dim() - 2}, groups,
+        {true, false, false}));
     return flat ? dx.squeeze(-2) : dx;
+}
+
+Tensor convolution_backward(AutogradContext *ctx, const Tensor &g) {
+    const Tensor weight = ctx->get_saved_variables()[0];
+    const auto options = options_of(ctx);
+    const size_t first = 3, dims = (options.size() - first - 2) / 5;
+    const at::IntArrayRef numbers = at::IntArrayRef(options).slice(first);
+    at::DimVector by[4];
+    for (int k = 0; k < 4; k++) by[k] = at::DimVector(numbers.slice(k * dims, dims));
+    return gradient_of_images(g, weight, numbers.slice(4 * dims), (at::MemoryFormat)options[2], by, options[0],
+                              options[1]);
 }
 
 }  // namespace

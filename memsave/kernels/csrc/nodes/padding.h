@@ -43,17 +43,20 @@ PyObject *pad(PyObject *, PyObject *const *args, Py_ssize_t count) {
     END_HANDLE_TH_ERRORS
 }
 
-Tensor pad_backward(AutogradContext *ctx, const Tensor &g) {
-    ctx->get_saved_variables(); /* none; but a second time is an error, as in stock */
-    const auto edges = ctx->saved_data.at("edges").toDimVector();
-    const auto shape = ctx->saved_data.at("shape").toDimVector();
-    const bool replicates = ctx->saved_data.at("replicates").toBool();
-    const auto format = format_in(ctx);
+/* The gradient of x, that is of this shape and stored so, of that of its padded copy. */
+Tensor unpad(const Tensor &g, at::IntArrayRef shape, at::IntArrayRef edges, bool replicates, at::MemoryFormat format) {
     if (Tensor dx = to_be_written(g, shape, format); dx.defined()) {
         at::AutoDispatchBelowADInplaceOrView guard;
         return WRITE_PADS_BACKWARD[replicates][edges.size() / 2 - 1](g.contiguous(format), dx, edges, dx);
     }
     return PADS_BACKWARD[replicates][edges.size() / 2 - 1](g, stand_in(g, shape), edges);
+}
+
+Tensor pad_backward(AutogradContext *ctx, const Tensor &g) {
+    ctx->get_saved_variables(); /* none; but a second time is an error, as in stock */
+    const auto edges = ctx->saved_data.at("edges").toDimVector();
+    const auto shape = ctx->saved_data.at("shape").toDimVector();
+    return unpad(g, shape, edges, ctx->saved_data.at("replicates").toBool(), format_in(ctx));
 }
 
 }  // namespace

@@ -182,6 +182,9 @@ std::optional<at::MemoryFormat> any_format_of(const Tensor &x, int64_t dims) {
     return dims == 2 || dims == 3 ? format_of(x, dims) : std::nullopt;
 }
 
+/* A gradient in a format; but of what is no memory of its own, vmap knows none. */
+Tensor in_format(const Tensor &g, at::MemoryFormat format) { return is_known(g) ? g.contiguous(format) : g; }
+
 /* As Tensor::detach, where nobody looks on. */
 Tensor shallow(const Tensor &x) {
     return Tensor(x.unsafeGetTensorImpl()->shallow_copy_and_detach(c10::VariableVersion(0), false));
