@@ -173,14 +173,14 @@ def compare_in_jax(steps: dict[str, Callable[[], Any]], repeats: int) -> dict[st
     return compare(steps, repeats, calls=calls, wait=jax.block_until_ready)
 
 
-def difference(stock: Iterable[Any], ours: Iterable[Any]) -> float:
+def difference(stock: Iterable[Any], ours: Iterable[Any], *, least: float = 1e-3) -> float:
     """The largest difference of gradients, of any framework, to the largest element of each.
 
     (Some are nothing but rounding: of a bias before BatchNorm, of the bias of attention's keys. So
-    a gradient counts as at least a thousandth of the largest of all.)
+    a gradient counts as at least a part of the largest of all: a thousandth, or ``least``.)
     """
     pairs = [*zip(stock, ours, strict=True)]
     sizes = [float(abs(one).max()) for one, _ in pairs]
     off = [float(abs(one - other).max()) for one, other in pairs]
-    least = max(sizes) / 1000
-    return max(by / max(size, least) if by else 0.0 for by, size in zip(off, sizes, strict=True))
+    bound = max(sizes) * least
+    return max(by / max(size, bound) if by else 0.0 for by, size in zip(off, sizes, strict=True))

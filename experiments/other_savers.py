@@ -29,8 +29,7 @@ import importlib
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,7 +42,7 @@ import memsave
 
 from . import paper
 from .harness import GIB, Experiment
-from .measure import best_device, compare, kept_bytes, peak_bytes
+from .measure import compare, kept_bytes, peak_bytes
 from .render import matrix, mib, quartiles, table
 from .results import Record
 from .strategies import (
@@ -54,6 +53,7 @@ from .strategies import (
     moving_to_cpu,
     set_in_place,
 )
+from .subject import Subject
 
 HOW_TO_ADD = (
     "Without the paper's code; with a checkout of https://github.com/plutonium-239/memsave_torch, "
@@ -97,68 +97,23 @@ class Case:
 # Models in the hands of a saver.
 
 
-class Subject:
-    """A model with its data, as a saver finds and leaves it.
-
-    Attributes:
-        step: The model and its loss.
-        x, labels: A batch.
-        around: The context of a forward pass.
-        paper_code: Where the paper's code is.
-    """
-
-    def __init__(self, case: Case) -> None:
-        torch.manual_seed(0)
-        model = paper.MODELS[case.model]
-        device = best_device()
-        self.step: nn.Module = model.step(case.layers or None).to(device)
-        x, labels = model.data(case.batch, case.size or None)
-        self.x, self.labels = x.to(device), labels.to(device)
-        self.around: Callable[[], AbstractContextManager[Any]] = nullcontext
-        self.paper_code = case.paper_code
-        self._scenario = case.scenario
-        self.apply_scenario()
-        set_in_place(self.step, inplace=False)
-
-    def apply_scenario(self) -> None:
-        """Say which gradients are wanted, and the mode of BatchNorm."""
-        paper.apply(self._scenario, self.step)
-        self.x.requires_grad_(paper.SCENARIOS[self._scenario].input)
-
-    def forward(self) -> Tensor:
-        """The loss."""
-        with self.around():
-            return self.step(self.x, self.labels)
-
-    def run(self) -> None:
-        """A forward and a backward pass, which leave fresh gradients."""
-        self.forget()
-        self.forward().backward()
-
-    def forget(self) -> None:
-        """Free the gradients."""
-        self.step.zero_grad()
-        self.x.grad = None
-
-    def gradients(self) -> dict[str, Tensor]:
-        """Copies of them by the names of the parameters; and of x."""
-        named = [*self.step.named_parameters(), ("x", self.x)]
-        return {name: p.grad.clone() for name, p in named if p.grad is not None}
-
-
-def _convert(subject: Subject) -> None:
+def _convert(subject: Subject, case: Case) -> None:
     memsave.convert(subject.step, (subject.x, subject.labels))
 
 
-def _checkpoint(subject: Subject) -> None:
+def _checkpoint(subject: Subject, case: Case) -> None:
     checkpoint_blocks(subject.step)
 
 
-def _save_on_cpu(subject: Subject) -> None:
+def _save_on_cpu(subject: Subject, case: Case) -> None:
     subject.around = moving_to_cpu
 
 
-def _compile(subject: Subject, budget: float) -> None:
+def _in_place(subject: Subject, case: Case) -> None:
+    set_in_place(subject.step)
+
+
+def _compile(subject: Subject, case: Case, budget: float) -> None:
     subject.around = compile_with_budget(subject.step, budget)
 
 
@@ -180,9 +135,9 @@ def convert_by_paper(path: str, model: nn.Module, **options: bool) -> nn.Module:
     return importlib.import_module("memsave_torch.nn").convert_to_memory_saving(model, **options)
 
 
-def _paper(subject: Subject, **options: bool) -> None:
-    subject.step = convert_by_paper(subject.paper_code, subject.step, **options)
-    subject.apply_scenario()  # of which it does not keep everything
+def _paper(subject: Subject, case: Case, **options: bool) -> None:
+    subject.step = convert_by_paper(case.paper_code, subject.step, **options)
+    subject.apply(case.scenario)  # of which it does not keep everything
 
 
 @dataclass(frozen=True)
@@ -190,13 +145,13 @@ class Saver:
     """What keeps less for the backward pass.
 
     Attributes:
-        apply: To a model.
+        apply: To the subject of a case.
         computes_again: Whether it computes parts of the forward pass twice.
         needs: A layer that the model must have.
         by_paper: Whether it is the paper's code.
     """
 
-    apply: Callable[[Subject], Any] = lambda subject: None
+    apply: Callable[[Subject, Case], Any] = lambda subject, case: None
     computes_again: bool = False
     needs: type[nn.Module] = nn.Module
     by_paper: bool = False
@@ -209,7 +164,7 @@ SAVERS = {
     "paper's code, dropout=False": Saver(
         partial(_paper, dropout=False), needs=nn.Dropout, by_paper=True
     ),
-    "in-place ReLU": Saver(lambda subject: set_in_place(subject.step), needs=nn.ReLU),
+    "in-place ReLU": Saver(_in_place, needs=nn.ReLU),
     "save_on_cpu": Saver(_save_on_cpu),
     "checkpointing of blocks": Saver(_checkpoint, computes_again=True),
     "torch.compile": Saver(partial(_compile, budget=1.0), computes_again=True),
@@ -334,20 +289,19 @@ def measure(case: Case) -> dict[str, Any]:
 
 
 def _measure_model(case: Case) -> dict[str, Any]:
-    subject = Subject(case)
-    SAVERS[case.saver].apply(subject)
-    subject.run()
+    stock = Subject.of(case.model, case.scenario, case.batch, case.layers, case.size)
+    set_in_place(stock.step, inplace=False)
+    subject = stock.again()
+    SAVERS[case.saver].apply(subject, case)
+    subject()
     gradients = subject.gradients()
-    subject.forget()
     kept = kept_bytes(subject.forward, subject.x.device)
-    peak = peak_bytes(lambda: subject.forward().backward(), subject.x.device, subject.forget)
-
-    stock = Subject(Case(**{**asdict(case), "saver": "stock"}))
-    stock.run()
+    peak = peak_bytes(subject, subject.x.device, subject.forget)
+    stock()
     return {
         "kept_bytes": kept,
         "peak_bytes": peak,
-        "times": compare({"stock": stock.run, "saver": subject.run}, case.repeats),
+        "times": compare({"stock": stock, "saver": subject}, case.repeats),
         "off": largest_difference(gradients, stock.gradients()),
     }
 

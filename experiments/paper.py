@@ -34,8 +34,12 @@ class Step(nn.Module):
         self._call = call
 
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
-        logits = self._call(self.model, x)
+        logits = self.logits(x)
         return self.loss(logits.movedim(-1, 1) if labels.ndim == 2 else logits, labels)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Without the loss."""
+        return self._call(self.model, x)
 
 
 @dataclass(frozen=True)

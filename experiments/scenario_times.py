@@ -18,24 +18,16 @@ from itertools import product
 from typing import Any
 
 import torch
-from torch import Tensor
 
 import memsave
 
 from . import paper
 from .counting import count
 from .harness import GIB, Experiment
-from .measure import (
-    again,
-    best_device,
-    compare,
-    difference,
-    keep_freed_memory,
-    kept_bytes,
-    peak_bytes,
-)
+from .measure import compare, difference, keep_freed_memory, kept_bytes, peak_bytes
 from .render import AGAIN, matrix, mib, noise, quartiles, range_of_noise, table
 from .results import Record
+from .subject import Subject
 
 MODELS = (
     *("ResNet-50", "ResNet-101", "VGG-16", "MobileNetV3", "EfficientNetV2-L", "ConvNeXt"),
@@ -102,55 +94,16 @@ def cases(config: Config) -> Iterator[Case]:
             yield Case(name, scenario, what, *sizes, config.keep_freed)
 
 
-@dataclass
-class Side:
-    """A model of a case, ready for a step."""
-
-    step: paper.Step
-    x: Tensor
-    labels: Tensor
-
-    def __call__(self) -> Tensor:
-        """One forward and backward pass from the same seed; returns the loss."""
-        self.forget()
-        loss = self.forward()
-        loss.backward()
-        return loss.detach()
-
-    def forget(self) -> None:
-        """Free the gradients."""
-        self.step.zero_grad()
-        self.x.grad = None
-
-    def forward(self) -> Tensor:
-        """The loss, from the same seed."""
-        torch.manual_seed(0)
-        return self.step(self.x, self.labels)
-
-    def gradients(self) -> list[Tensor]:
-        """Of everything that wants one."""
-        leaves = (*self.step.parameters(), self.x)
-        return [leaf.grad.clone() for leaf in leaves if leaf.grad is not None]
-
-
-def stock_side(case: Case) -> Side:
+def stock_subject(case: Case) -> Subject:
     """A model with its weights and data, the same every time."""
-    torch.manual_seed(0)
-    model = paper.MODELS[case.model]
-    device = best_device()
-    with device:
-        step = model.step(case.layers or None)
-        x, labels = model.data(case.batch, case.size)
-    paper.apply(case.scenario, step)
-    x.requires_grad_(paper.SCENARIOS[case.scenario].input)
-    return Side(step, x, labels)
+    return Subject.of(case.model, case.scenario, case.batch, case.layers, case.size)
 
 
-def converted(side: Side) -> Side:
+def converted(stock: Subject) -> Subject:
     """Of the same parameters and data."""
-    step = again(side.step)
-    memsave.convert(step, (side.x, side.labels))
-    return Side(step, side.x, side.labels)
+    ours = stock.again()
+    memsave.convert(ours.step, (ours.x, ours.labels))
+    return ours
 
 
 def measure(case: Case) -> dict[str, Any]:
@@ -159,7 +112,7 @@ def measure(case: Case) -> dict[str, Any]:
     """
     if case.keep_freed:
         keep_freed_memory()
-    stock = stock_side(case)
+    stock = stock_subject(case)
     if case.what in VARIANTS:
         one = stock if case.what == "stock" else converted(stock)
         device = one.x.device
@@ -170,7 +123,7 @@ def measure(case: Case) -> dict[str, Any]:
     ours = converted(stock)
     loss, gradients = stock().item(), stock.gradients()
     other, our_gradients = ours().item(), ours.gradients()
-    off = difference(gradients, our_gradients)
+    off = difference(gradients.values(), our_gradients.values())
     del gradients, our_gradients
     steps: dict[str, Callable[[], Any]] = {"stock": stock, "memsave": ours, AGAIN: stock}
     return {

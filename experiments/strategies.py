@@ -23,10 +23,9 @@ a caching allocator where sizes vary, which a peak of allocated bytes does not s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -40,9 +39,10 @@ import memsave
 
 from . import paper
 from .harness import GIB, Experiment
-from .measure import best_device, compare, peak_bytes
+from .measure import best_device, compare, difference, peak_bytes
 from .render import mib, quartiles, table
 from .results import Record
+from .subject import Subject
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -71,51 +71,42 @@ class Case:
     repeats: int
 
 
-class Task:
-    """A model with its data and optimizer.
+class Task(Subject):
+    """A subject that is trained.
 
     Attributes:
-        step: The model and its loss.
-        x, labels: A batch.
-        parts: In how many passes gradient accumulation takes it.
         optimizer: Of the parameters that are trained.
-        around: The context of a forward pass.
+        parts: In how many passes gradient accumulation takes the batch.
     """
 
-    def __init__(self, case: Case) -> None:
-        torch.manual_seed(0)
-        self._model = paper.MODELS[case.model]
-        device = best_device()
-        self.step = self._model.step(case.layers or None).to(device)
-        x, labels = self._model.data(case.batch, case.size or None)
-        self.x, self.labels, self.parts = x.to(device), labels.to(device), case.parts
-        self.around: Callable[[], AbstractContextManager[Any]] = nullcontext
-        paper.apply(case.scenario, self.step)
-        set_in_place(self.step, inplace=False)
-        strategy = STRATEGIES[case.strategy]
-        strategy.before(self.step)
-        if case.memsave:
-            memsave.convert(self.step, (self.x, self.labels))
-        strategy.after(self)
-        trained = [p for p in self.step.parameters() if p.requires_grad]
-        # At a rate of zero every measurement has the same weights.
-        self.optimizer = torch.optim.SGD(trained, lr=0.0)
+    optimizer: torch.optim.Optimizer
+    parts: int
 
-    def forward(self, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    @classmethod
+    def under(cls, case: Case) -> Self:
+        """One that a strategy has changed."""
+        task = cls.of(case.model, case.scenario, case.batch, case.layers, case.size)
+        set_in_place(task.step, inplace=False)
+        strategy = STRATEGIES[case.strategy]
+        strategy.before(task.step)
+        if case.memsave:
+            memsave.convert(task.step, (task.x, task.labels))
+        strategy.after(task)
+        trained = [p for p in task.step.parameters() if p.requires_grad]
+        # At a rate of zero every measurement has the same weights.
+        task.optimizer, task.parts = torch.optim.SGD(trained, lr=0.0), case.parts
+        return task
+
+    def outputs(self, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Logits and loss."""
         with self.around():
-            logits = self._model.call(self.step.model, x)
+            logits = self.step.logits(x)
             return logits, self.step.loss(logits.flatten(0, -2), labels.flatten())
 
     def warm_up(self, n: int | None) -> None:
         """A pass over ``n`` examples of the batch, which leaves no gradients."""
-        self.forward(self.x[:n], self.labels[:n])[1].backward()
-        self.step.zero_grad()
-
-    def gradients(self) -> dict[str, Tensor]:
-        """Copies of them by the names of the parameters."""
-        named = self.step.named_parameters()
-        return {name: p.grad.clone() for name, p in named if p.grad is not None}
+        self.outputs(self.x[:n], self.labels[:n])[1].backward()
+        self.forget()
 
 
 # Loops of training.
@@ -124,8 +115,8 @@ class Task:
 def tutorial_loop(task: Task, iterations: int) -> None:
     """Outputs live until the next ones take their name."""
     for _ in range(iterations):
-        task.optimizer.zero_grad()
-        outputs = task.forward(task.x, task.labels)
+        task.forget()
+        outputs = task.outputs(task.x, task.labels)
         outputs[1].backward()
         task.optimizer.step()
 
@@ -133,18 +124,18 @@ def tutorial_loop(task: Task, iterations: int) -> None:
 def releasing_loop(task: Task, iterations: int) -> None:
     """Nothing but the parameters outlives what needs it."""
     for _ in range(iterations):
-        task.optimizer.zero_grad()
-        task.forward(task.x, task.labels)[1].backward()
+        task.forget()
+        task.outputs(task.x, task.labels)[1].backward()
         task.optimizer.step()
 
 
 def accumulating_loop(task: Task, iterations: int) -> None:
     """Gradients of parts of the batch add up."""
     for _ in range(iterations):
-        task.optimizer.zero_grad()
+        task.forget()
         parts = (task.x.chunk(task.parts), task.labels.chunk(task.parts))
         for x, labels in zip(*parts, strict=True):
-            outputs = task.forward(x, labels)
+            outputs = task.outputs(x, labels)
             (outputs[1] * (len(x) / len(task.x))).backward()
         task.optimizer.step()
 
@@ -325,13 +316,12 @@ def measure(case: Case) -> dict[str, Any]:
 
 
 def _measure(case: Case) -> dict[str, Any]:
-    strategy, task = STRATEGIES[case.strategy], Task(case)
+    strategy, task = STRATEGIES[case.strategy], Task.under(case)
     task.warm_up(None if strategy.warms_up else 2)
-    forget = task.optimizer.zero_grad
-    peak = peak_bytes(lambda: strategy.loop(task, 2), task.x.device, forget)
+    peak = peak_bytes(lambda: strategy.loop(task, 2), task.x.device, task.forget)
     gradients = task.gradients()
 
-    stock = Task(Case(**{**vars(case), "strategy": "stock", "memsave": False}))
+    stock = Task.under(replace(case, strategy="stock", memsave=False))
     tutorial_loop(stock, 1)
     off = largest_difference(gradients, stock.gradients())
     times = compare(
@@ -346,11 +336,8 @@ def _measure(case: Case) -> dict[str, Any]:
 
 def largest_difference(gradients: dict[str, Tensor], stock: dict[str, Tensor]) -> float:
     """Of any element, relative to the largest one of stock's; of the gradients that both have."""
-    both = [
-        (gradients[name].double(), g.double()) for name, g in stock.items() if name in gradients
-    ]
-    largest = torch.stack([g.abs().max() for _, g in both]).max()
-    return float(torch.stack([(ours - g).abs().max() for ours, g in both]).max() / largest)
+    both = stock.keys() & gradients.keys()
+    return difference((stock[n] for n in both), (gradients[n] for n in both), least=1)
 
 
 # What it looks like.

@@ -132,8 +132,8 @@ batch_norm_eval = _nodes.batch_norm_eval
 convolution = _nodes.convolution
 #: ``convolution_of(row, module.__dict__, x)``: by the attributes of a module; also the stock one.
 convolution_of = _nodes.convolution_of
-#: ``padded_convolution(row, x, weight, bias, stride, dilation, groups, padding_mode, pad)``, on CPU:
-#: by a mode of ``torch.nn.Conv2d``; ``pad`` as ``torch.nn.functional.pad`` takes it.
+#: ``padded_convolution(row, x, weight, bias, stride, dilation, groups, padding_mode, pad)``: by a
+#: mode of ``torch.nn.Conv2d``, on CPU; ``pad`` as ``torch.nn.functional.pad`` takes it.
 padded_convolution = _nodes.padded_convolution
 #: ``batch_norm_of(row, module.__dict__, x, least, most)``, of so many axes: the same, and
 #: what it does to the buffers in training.
