@@ -94,11 +94,6 @@ def cases(config: Config) -> Iterator[Case]:
             yield Case(name, scenario, what, *sizes, config.keep_freed)
 
 
-def stock_subject(case: Case) -> Subject:
-    """A model with its weights and data, the same every time."""
-    return Subject.of(case.model, case.scenario, case.batch, case.layers, case.size)
-
-
 def converted(stock: Subject) -> Subject:
     """Of the same parameters and data."""
     ours = stock.again()
@@ -112,7 +107,7 @@ def measure(case: Case) -> dict[str, Any]:
     """
     if case.keep_freed:
         keep_freed_memory()
-    stock = stock_subject(case)
+    stock = Subject.of(case.model, case.scenario, case.batch, case.layers, case.size)
     if case.what in VARIANTS:
         one = stock if case.what == "stock" else converted(stock)
         device = one.x.device

@@ -243,11 +243,9 @@ def test_convolutions_that_pad(
         results = []
         for layer in layers:
             given = x.detach().requires_grad_("x" in wanted)
-            leaves = [given] if "x" in wanted else []
             for name, parameter in layer.named_parameters():
-                leaves += (
-                    [parameter] if parameter.requires_grad_(name in wanted).requires_grad else []
-                )
+                parameter.requires_grad_(name in wanted)
+            leaves = [leaf for leaf in (given, *layer.parameters()) if leaf.requires_grad]
             if not leaves:
                 continue
             y = layer(given * 1)
