@@ -54,15 +54,23 @@ def pack(booleans: Array) -> Array:
     return jnp.sum(bits << _bit_positions(bits.ndim), axis=-1, dtype=jnp.uint8)
 
 
-def with_bits(booleans: Array) -> tuple[Array, Array]:
-    """The same, for the output to be computed from, and packed.
+def by_bits(booleans: Array) -> tuple[Array, Array]:
+    """The same, read from the bits, and these.
 
-    On a GPU, XLA makes one kernel of the output and of the sum in :func:`pack`. Elsewhere these are
-    two loops: it would compute (or draw) the booleans for each, and may put off the packing, and
-    what they are computed from lives until then. So there the output goes by the bits.
+    For an output that is to be computed from them. Packing and the output are two loops, or
+    kernels: XLA would compute (or draw) the booleans for each, or write them out; and it may put
+    off the packing, and what they are computed from lives until then.
     """
     bits = pack(booleans)
-    return booleans if on_gpu() else unpack(bits, booleans.shape), bits
+    return unpack(bits, booleans.shape), bits
+
+
+def with_bits(booleans: Array) -> tuple[Array, Array]:
+    """The same, of booleans that take no more than a comparison.
+
+    On a GPU, XLA makes one kernel of the output and of the sum in :func:`pack`.
+    """
+    return (booleans, pack(booleans)) if on_gpu() else by_bits(booleans)
 
 
 def _in_bytes(booleans: Array) -> Array:

@@ -16,7 +16,7 @@ from jax import Array, lax
 from memsave import spec
 
 from ..function import Grads, Mask, Saved, Shapes, define
-from ..kernels import pack, unpack, with_bits
+from ..kernels import by_bits, pack, unpack
 
 
 def _drawn(like: Array, key: Any, p: float, broadcast_dims: Sequence[int] = ()) -> Array:
@@ -45,7 +45,7 @@ def _primal(x: Array, *, key: Any, p: float, broadcast_dims: Sequence[int] = ())
 
 
 def _fwd(wrt: Mask, x: Array, *, key: Any, p: float) -> tuple[Array, dict[str, Array]]:
-    kept, bits = with_bits(_kept(x, key, p))
+    kept, bits = by_bits(_kept(x, key, p))
     return _apply(x, kept, p), {"kept": bits}
 
 
@@ -121,7 +121,7 @@ def _primal_alpha(x: Array, *, key: Any, p: float) -> Array:
 
 
 def _fwd_alpha(wrt: Mask, x: Array, *, key: Any, p: float) -> tuple[Array, dict[str, Array]]:
-    kept, bits = with_bits(_kept(x, key, p))
+    kept, bits = by_bits(_kept(x, key, p))
     return _apply_alpha(x, kept, p), {"kept": bits}
 
 
