@@ -335,6 +335,7 @@ def test_checkpointed_inside() -> None:
     same(actual, helpers.step(stock_model, x), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="torch 2.11 cannot: README.md says so")
 def test_blocks_that_share_a_graph() -> None:
     """As of a transformer, by ``nested_compile_region``: all that a layer asks for is the same."""
     torch.manual_seed(0)

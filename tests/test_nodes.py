@@ -481,7 +481,7 @@ def test_losses_of_rows_that_are_summed(by_probabilities: bool, options: dict[st
     target = _probabilities(index, 4) if by_probabilities else index
     results = []
     for loss in (memsave.functional.cross_entropy, nn.functional.cross_entropy):
-        with torch.profiler.profile() as profile:
+        with torch.profiler.profile(acc_events=True) as profile:
             results.append(
                 torch.autograd.grad(loss(x, target, reduction="none", **options).mean(), x)
             )

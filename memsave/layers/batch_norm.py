@@ -226,7 +226,7 @@ def batch_norm(
     if training is True and eps > 0:
         options = {"momentum": momentum, "eps": eps}
         return _batch_norm_train(input, running_mean, running_var, weight, bias, **options)
-    is_refused = training is not False or eps < 0 or momentum is None
+    is_refused = training is not False or eps <= 0 or momentum is None  # (in torch 2.11)
     if is_refused or running_mean is None or running_var is None:  # stock's error
         return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
     return _batch_norm_eval(input, running_mean, running_var, weight, bias, eps=eps)

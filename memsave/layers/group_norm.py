@@ -56,7 +56,13 @@ def _group_fwd(
     num_groups: int,
     eps: float,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    if x.ndim < 2 or x.shape[1] % num_groups or is_size(x.numel(), 0, num_groups):
+    if (
+        x.ndim < 2
+        # (First, as torch.compile of 2.11 cannot learn a size later in here.)
+        or any(v is not None and v.shape != x.shape[1:2] for v in (weight, bias))
+        or x.shape[1] % num_groups
+        or is_size(x.numel(), 0, num_groups)
+    ):
         y = _group_primal(x, weight, bias, num_groups=num_groups, eps=eps)  # or stock's error
         empty = y.new_zeros(x.shape[0], num_groups)
         return y, {"mean": empty, "rstd": empty.clone()}
