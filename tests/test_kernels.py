@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -23,6 +24,7 @@ from hypothesis import HealthCheck, assume, example, given, settings, strategies
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch._vmap_internals import _vmap
+from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import memsave
@@ -227,7 +229,7 @@ def fast(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
 @pytest.fixture
 def pooling(fast: Any) -> Any:
     """The same, for kernels that run to a bound that they compute."""
-    if fast.__name__.endswith("cuda") and importlib.import_module("triton").__version__ < "3.7":
+    if fast.__name__.endswith("cuda") and TorchVersion(version("triton")) < "3.7":
         pytest.skip("this interpreter of Triton takes no array of NumPy's for a bound")
     return fast
 

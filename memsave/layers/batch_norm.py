@@ -183,7 +183,7 @@ def _node_eval(
     *,
     eps: float,
 ) -> Tensor | None:
-    if wrt != {"x"}:
+    if wrt != {"x"} or eps <= 0:  # (which torch 2.11 refuses)
         return None
     return kernels.nodes.batch_norm_eval(row, x, mean, var, weight, bias, eps)
 
@@ -226,7 +226,7 @@ def batch_norm(
     if training is True and eps > 0:
         options = {"momentum": momentum, "eps": eps}
         return _batch_norm_train(input, running_mean, running_var, weight, bias, **options)
-    is_refused = training is not False or eps <= 0 or momentum is None  # (in torch 2.11)
+    is_refused = training is not False or eps < 0 or momentum is None
     if is_refused or running_mean is None or running_var is None:  # stock's error
         return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
     return _batch_norm_eval(input, running_mean, running_var, weight, bias, eps=eps)
