@@ -1107,6 +1107,20 @@ def test_xla_is_told_what_to_keep_where_it_would_keep_more(
         assert ("optimization_barrier" in program) == (backend in behind_barrier_on.split())
 
 
+def test_gradients_of_a_gated_product_are_one_kernel_of_a_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a CPU the gate is behind another barrier, where ``up`` wants a gradient."""
+    barriers = []
+    for backend in ("cpu", "gpu"):
+        monkeypatch.setattr(jax, "default_backend", lambda backend=backend: backend)
+        jax.clear_caches()
+        step = jax.grad(lambda gate, up: F.geglu(gate, up).sum(), argnums=(0, 1))
+        x = jnp.ones((4, 8))
+        barriers.append(str(jax.make_jaxpr(step)(x, x)).count("optimization_barrier"))
+    assert barriers == [3, 2]
+
+
 def test_where_values_are_checked_stock_runs() -> None:
     """JAX has its operations write errors down, which those of a rule cannot."""
     x = jnp.linspace(-1, 1, 32).reshape(4, 8)

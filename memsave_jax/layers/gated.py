@@ -10,7 +10,7 @@ from jax import Array
 from memsave import spec
 from memsave.spec import Layer
 
-from .._xla import as_kept
+from .._xla import as_kept, on_gpu
 from ..function import Function, Grads, Mask, Saved, Shapes, define
 from .curve import gelu_primal
 
@@ -26,8 +26,9 @@ def _gated(row: Layer, activation: Function, effort: int) -> Function:
             up = as_kept(saved["up"], effort)
             (grads["gate"],) = jax.vjp(lambda gate: primal(gate, up, **options), gate)[1](g)
         if "up" in wrt:
-            # Another barrier, or f(gate) would have two readers and be written out early.
-            same = as_kept(gate, effort)
+            # On a CPU, another barrier, or f(gate) would have two readers and be written out early.
+            # (On a GPU both gradients are one kernel, which a barrier would part.)
+            same = gate if on_gpu() else as_kept(gate, effort)
             transpose = jax.linear_transpose(lambda up: primal(same, up, **options), shapes["up"])
             (grads["up"],) = transpose(g)
         return grads
