@@ -34,7 +34,7 @@ from experiments.measure import peak_bytes
 from memsave import function, kernels
 from memsave.kernels import reference
 from memsave.kernels.reference import Like
-from memsave.layers.invertible import LARGEST_RATIO, LEAST_WEIGHT, is_invertible
+from memsave.layers.invertible import LARGEST_RATIO, is_invertible
 from memsave.spec import TABLE, Layer
 
 F = memsave.functional
@@ -363,7 +363,7 @@ def test_what_is_invertible_at_a_look(
     x = torch.randn(2, 6, dtype=dtype)
 
     def look(x: Tensor) -> bool | None:
-        return kernels.nodes.is_invertible(x, weight, bias, LEAST_WEIGHT[dtype], LARGEST_RATIO)
+        return kernels.nodes.is_invertible(x, weight, bias, LARGEST_RATIO)
 
     def is_over_last(x: Tensor, shape: Any = (6,)) -> bool:
         return kernels.nodes.is_over_last(x, shape, weight, bias)
@@ -405,6 +405,26 @@ def test_weights_that_a_user_overwrites_unseen(value: float) -> None:
             y = layer(x)
             results.append(torch.autograd.grad(y, [x, layer.weight], torch.ones_like(y)))
         same(*results)
+
+
+@pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
+@pytest.mark.parametrize("variant", ["", "FromOutput"])
+@pytest.mark.parametrize("affine", [True, False])
+def test_norms_of_other_shapes(kind: str, variant: str, affine: bool) -> None:
+    """Of several axes as stock; of a shape that the input does not end with, stock's error."""
+    x = torch.randn(4, 2, 3, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    for shape, fits in (((2, 3), True), ((4, 2, 3), True), ((2,), False), ((4, 3), False)):
+        results = []
+        for cls in (getattr(memsave.nn, kind + variant), getattr(nn, kind)):
+            layer = cls(shape, elementwise_affine=affine)
+            if fits:
+                y = layer(x)
+                results.append((y, *torch.autograd.grad(y, [x, *layer.parameters()], torch.cos(x))))
+            else:
+                with pytest.raises(RuntimeError, match="normalized_shape"):
+                    layer(x)
+        if fits:
+            same(*results)
 
 
 SMOOTHED = {"label_smoothing": 0.25}

@@ -22,7 +22,7 @@ from .memory import empty_result, in_order, is_as_result, layout_of_pool, len_of
 from .reference import AS_X, PIECES, TESTS, Like, Rows, Windows
 
 #: That of csrc/loops.h.
-INTERFACE = 21
+INTERFACE = 22
 
 
 def check(module: ModuleType) -> None:

@@ -114,16 +114,20 @@ instance_norm = _nodes.instance_norm
 #: ``norm(row, x, weight, bias, groups, from_y, centered, wants_x, eps)``: of the last axis, or of
 #: ``groups``; of root mean squares, if not centered. ``from_y``: which of ``x`` and ``y`` it keeps.
 norm = _nodes.norm
-#: ``layer_norm_of(row, module.__dict__, x)``, ``rms_norm_of``, ``group_norm_of``: the stock op by
-#: the attributes of a module, where that keeps the same.
+#: ``layer_norm_of(row, module.__dict__, x)``, ``rms_norm_of``, ``group_norm_of``: by the attributes
+#: of a module; the stock op, where that keeps the same.
 layer_norm_of = _nodes.layer_norm_of
 rms_norm_of = _nodes.rms_norm_of
 group_norm_of = _nodes.group_norm_of
+#: ``layer_norm_from_output_of(row, module.__dict__, x, ratio)``, ``rms_norm_from_output_of``: the
+#: same, which keep the output where it tells the input (with this ``ratio``: ``is_invertible``).
+layer_norm_from_output_of = _nodes.layer_norm_from_output_of
+rms_norm_from_output_of = _nodes.rms_norm_from_output_of
 #: ``is_over_last(x, normalized_shape, *parameters)``: whether a look at plain tensors says that it
 #: is a norm of the last axis.
 is_over_last = _nodes.is_over_last
-#: ``is_invertible(x, weight, bias, least, ratio)``: whether all weights lie between this magnitude
-#: and its inverse, and biases are at most so many times as large; ``None`` for other tensors.
+#: ``is_invertible(x, weight, bias, ratio)``: whether no weight is (nearly) zero or infinite, and
+#: biases are at most so many times as large; ``None`` for other tensors.
 is_invertible = _nodes.is_invertible
 #: ``batch_norm_eval(row, x, mean, var, weight, bias, eps)``: by constants.
 batch_norm_eval = _nodes.batch_norm_eval
@@ -193,6 +197,7 @@ __all__ = [
     "instance_norm",
     "is_invertible",
     "is_over_last",
+    "layer_norm_from_output_of",
     "layer_norm_of",
     "max_pool",
     "max_pool_by_windows",
@@ -202,6 +207,7 @@ __all__ = [
     "pad",
     "padded_convolution",
     "prelu",
+    "rms_norm_from_output_of",
     "rms_norm_of",
     "wanted",
 ]

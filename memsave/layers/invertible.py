@@ -36,7 +36,7 @@ def is_invertible(input: Tensor, weight: Tensor | None, bias: Tensor | None) -> 
     if least is None or not torch.is_grad_enabled():
         return False
     if kernels.nodes is not None:
-        is_known = kernels.nodes.is_invertible(input, weight, bias, least, LARGEST_RATIO)
+        is_known = kernels.nodes.is_invertible(input, weight, bias, LARGEST_RATIO)
         if is_known is not None:
             return is_known
     if not is_value_known(input, weight, bias):

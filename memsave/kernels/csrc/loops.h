@@ -9,7 +9,7 @@
 
 /* To be counted up, in native.py too, with each change of what is below or of what Python calls: so that
    nothing runs that was compiled from another state of the sources. */
-enum { INTERFACE = 21 };
+enum { INTERFACE = 22 };
 
 /* Kinds of numbers. */
 enum { OF_FLOAT, OF_DOUBLE, OF_BFLOAT16, OF_FLOAT16 };

@@ -80,6 +80,8 @@ PyMethodDef methods[] = {
     FAST(norm),
     FAST(layer_norm_of),
     FAST(rms_norm_of),
+    FAST(layer_norm_from_output_of),
+    FAST(rms_norm_from_output_of),
     FAST(group_norm_of),
     FAST(is_over_last),
     FAST(is_invertible),

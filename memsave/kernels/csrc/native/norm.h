@@ -6,7 +6,7 @@
 #include "elements.h"
 
 /* Sums over many rows lose digits: from time to time they are put aside, and in the end they are the totals. */
-enum { ROWS_OF_SUM = 64 };
+enum { ROWS_OF_SUM = 64, ROWS_AT_ONCE = 4 };
 #define PUT_ASIDE(T)                                                                    \
     static inline void put_aside_##T(T *dweight, T *dbias, double *totals, size n, int is_end) { \
         T *const both[] = {dweight, dbias};                                             \
@@ -30,16 +30,28 @@ PUT_ASIDE(double)
         double *totals = norm->totals ? norm->totals + 2 * thread * n : NULL;           \
         T normalized[BLOCK_OF_ROW], ones[BLOCK_OF_ROW], zeros[BLOCK_OF_ROW];            \
         /* (Of parameters that are missing. A loop that asks whether they are is not one of vectors.) */ \
-        EACH for (size k = 0; k < at_most(n, BLOCK_OF_ROW); k++) ones[k] = 1, zeros[k] = 0; \
-        for (size row = start; row < end; row++) {                                      \
+        EACH for (size k = 0; k < at_most(n, BLOCK_OF_ROW); k++) ones[k] = 1, zeros[k] = normalized[k] = 0; \
+        size row = start;                                                               \
+        for (; !norm->dx && dweight && row + ROWS_AT_ONCE <= end; row += ROWS_AT_ONCE) { \
             if ((row - start) % ROWS_OF_SUM == 0) put_aside_##T(dweight, dbias, totals, n, 0); \
-            const T center = mean ? mean[row] : 0, scale = rstd ? rstd[row] : 1;        \
+            for (size first = 0; first < n; first += BLOCK_OF_ROW) {                    \
+                BLOCK(T, STORED)                                                        \
+                T center[ROWS_AT_ONCE], scale[ROWS_AT_ONCE];                            \
+                for (size r = 0; r < ROWS_AT_ONCE; r++)                                 \
+                    center[r] = mean ? mean[row + r] : 0, scale[r] = rstd ? rstd[row + r] : 1; \
+                if (norm->from_y) SUMS_OF_ROWS(FROM_Y(LOAD, r), T, LOAD)                \
+                else SUMS_OF_ROWS(FROM_X(LOAD, r), T, LOAD)                             \
+            }                                                                           \
+        }                                                                               \
+        for (; row < end; row++) {                                                      \
+            if ((row - start) % ROWS_OF_SUM == 0) put_aside_##T(dweight, dbias, totals, n, 0); \
+            const T center[] = {mean ? mean[row] : 0}, scale[] = {rstd ? rstd[row] : 1}; \
             double along = 0, total = 0;                                                \
             for (size first = 0; first < n; first += BLOCK_OF_ROW) {                    \
                 BLOCK(T, STORED)                                                        \
                 T with_x = 0, alone = 0;                                                \
-                if (norm->from_y) SUMS(FROM_Y(LOAD), T, LOAD)                           \
-                else SUMS(FROM_X(LOAD), T, LOAD)                                        \
+                if (norm->from_y) SUMS(FROM_Y(LOAD, 0), T, LOAD)                        \
+                else SUMS(FROM_X(LOAD, 0), T, LOAD)                                     \
                 along += with_x, total += alone;                                        \
             }                                                                           \
             if (!norm->dx) continue;                                                    \
@@ -48,8 +60,8 @@ PUT_ASIDE(double)
                 BLOCK(T, STORED)                                                        \
                 STORED *dx = (STORED *)norm->dx + row * n + first;                      \
                 if (n <= BLOCK_OF_ROW) GRADIENT(normalized[k], LOAD, STORE)             \
-                else if (norm->from_y) GRADIENT(FROM_Y(LOAD), LOAD, STORE)              \
-                else GRADIENT(FROM_X(LOAD), LOAD, STORE)                                \
+                else if (norm->from_y) GRADIENT(FROM_Y(LOAD, 0), LOAD, STORE)           \
+                else GRADIENT(FROM_X(LOAD, 0), LOAD, STORE)                             \
             }                                                                           \
         }                                                                               \
         put_aside_##T(dweight, dbias, totals, n, 1);                                    \
@@ -62,10 +74,26 @@ PUT_ASIDE(double)
     const T *weight = norm->weight ? (const T *)norm->weight + first : ones;            \
     const T *bias = norm->bias ? (const T *)norm->bias + first : zeros;                 \
     const T *inverse = norm->inverse ? (const T *)norm->inverse + first : ones;         \
-    (void)bias, (void)inverse;
+    (void)weight, (void)bias, (void)inverse;
 /* What is normalized, and what becomes of it, in one pass. */
-#define FROM_X(LOAD) (LOAD(kept[k]) - center) * scale
-#define FROM_Y(LOAD) (LOAD(kept[k]) - bias[k]) * inverse[k]
+#define FROM_X(LOAD, r) (LOAD(kept[(r) * n + k]) - center[r]) * scale[r]
+#define FROM_Y(LOAD, r) (LOAD(kept[(r) * n + k]) - bias[k]) * inverse[k]
+/* Of several rows at once, the sums and the parameters are read and written once. (Without a bias, what would be its
+   gradient is written aside.) */
+#define SUMS_OF_ROWS(XHAT, T, LOAD)                                                     \
+    {                                                                                   \
+        T *of_weight = dweight + first, *of_bias = dbias ? dbias + first : normalized;  \
+        EACH for (size k = 0; k < count; k++) {                                         \
+            T with_x = 0, alone = 0;                                                    \
+            for (size r = 0; r < ROWS_AT_ONCE; r++) {                                   \
+                const T in = LOAD(g[r * n + k]);                                        \
+                with_x += in * (XHAT);                                                  \
+                alone += in;                                                            \
+            }                                                                           \
+            of_weight[k] += with_x;                                                     \
+            of_bias[k] += alone;                                                        \
+        }                                                                               \
+    }
 #define SUMS(XHAT, T, LOAD)                                                             \
     {                                                                                   \
         T *of_weight = dweight ? dweight + first : NULL, *of_bias = dbias ? dbias + first : NULL; \
@@ -94,7 +122,7 @@ PUT_ASIDE(double)
     }
 #define GRADIENT(XHAT, LOAD, STORE)                                                     \
     EACH for (size k = 0; k < count; k++)                                               \
-        dx[k] = STORE((LOAD(g[k]) * (weight[k] + shift) - (XHAT) * slope - shared) * scale);
+        dx[k] = STORE((LOAD(g[k]) * (weight[k] + shift) - (XHAT) * slope - shared) * scale[0]);
 NORM(norm_float, float, float, , )
 NORM(norm_double, double, double, , )
 NORM(norm_bfloat16, float, uint16_t, of_bfloat16, to_bfloat16) /* parameters and statistics: float */

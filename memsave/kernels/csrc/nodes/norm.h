@@ -31,51 +31,37 @@ constexpr int64_t BYTES_OF_ROW = 1 << 15, PROGRAMS_OF_NORM = 512; /* as in cuda.
 enum { MOST_FEATURES = 16384 }; /* of parameters whose values are looked at by each call */
 
 /* A parameter of so many features that a loop can read beside x. */
-const Tensor *vector_of(PyObject *arg, const Tensor &x, int64_t features) {
-    const Tensor *vector = known(arg);
-    const bool fits = vector && vector->device() == x.device() && vector->scalar_type() == x.scalar_type() &&
-                      vector->is_contiguous() && vector->sizes() == at::IntArrayRef(features);
-    return fits ? vector : nullptr;
+bool fits(const Tensor &vector, const Tensor &x, int64_t features) {
+    return vector.device() == x.device() && vector.scalar_type() == x.scalar_type() && vector.is_contiguous() &&
+           vector.sizes() == at::IntArrayRef(features);
 }
 
-PyObject *norm(PyObject *, PyObject *const *args, Py_ssize_t count) {
-    HANDLE_TH_ERRORS
-    TORCH_CHECK_TYPE(count == 9, "norm takes 9 arguments");
-    const Tensor *x = known(args[1]);
-    const int64_t groups = PyLong_AsLongLong(args[4]);
-    const bool from_y = args[5] == Py_True, centered = args[6] == Py_True, wants_x = args[7] == Py_True;
-    double eps = 0;
-    if (PyErr_Occurred()) return nullptr;
-    if (!x || !x->is_contiguous() || !x->numel() || x->dim() < (groups ? 2 : 1)) Py_RETURN_NONE;
-    const bool is_wide = x->scalar_type() == at::kFloat || x->scalar_type() == at::kDouble;
-    if (!is_wide && !(x->is_cuda() && has_loops(*x))) Py_RETURN_NONE;
-    if (args[8] != Py_None && !numbers(args + 8, &eps, 1)) Py_RETURN_NONE;
-    const int64_t features = groups ? x->size(1) : x->size(-1), examples = groups ? x->size(0) : 0;
-    if (groups && x->is_cuda()) Py_RETURN_NONE;
-    if (groups && (groups < 0 || features % groups || x->numel() == groups)) Py_RETURN_NONE;
-    std::optional<Tensor> vectors[2];
-    for (int k = 0; k < 2; k++) {
-        if (args[2 + k] == Py_None) continue;
-        const Tensor *vector = vector_of(args[2 + k], *x, features);
-        if (!vector) Py_RETURN_NONE;
-        vectors[k] = *vector;
-    }
+/* Computed, where it can be, with a node: of the last axis, or of groups of channels. */
+PyObject *normalized(PyObject *row, const Tensor &x, const std::optional<Tensor> (&vectors)[2], int64_t groups,
+                     bool from_y, bool centered, bool wants_x, std::optional<double> eps) {
+    if (!x.is_contiguous() || !x.numel() || x.dim() < (groups ? 2 : 1)) Py_RETURN_NONE;
+    const bool is_wide = x.scalar_type() == at::kFloat || x.scalar_type() == at::kDouble;
+    if (!is_wide && !(x.is_cuda() && has_loops(x))) Py_RETURN_NONE;
+    const int64_t features = groups ? x.size(1) : x.size(-1), examples = groups ? x.size(0) : 0;
+    if (groups && x.is_cuda()) Py_RETURN_NONE;
+    if (groups && (groups < 0 || features % groups || x.numel() == groups)) Py_RETURN_NONE;
+    for (const auto &vector : vectors)
+        if (vector && !fits(*vector, x, features)) Py_RETURN_NONE;
     Made made;
     compute([&] {
         if (groups) {
-            const int64_t places = x->numel() / (examples * features);
+            const int64_t places = x.numel() / (examples * features);
             std::tie(made.y, std::ignore, made.also) =
-                at::native_group_norm(*x, vectors[0], vectors[1], examples, features, places, groups, eps);
+                at::native_group_norm(x, vectors[0], vectors[1], examples, features, places, groups, eps.value_or(0));
         } else if (centered) {
             std::tie(made.y, std::ignore, made.also) =
-                at::native_layer_norm(*x, {features}, vectors[0], vectors[1], eps);
+                at::native_layer_norm(x, {features}, vectors[0], vectors[1], eps.value_or(0));
         } else {
-            const auto least = args[8] == Py_None ? std::nullopt : std::optional<double>(eps);
-            std::tie(made.y, made.also) = at::_fused_rms_norm(*x, {features}, vectors[0], least);
+            std::tie(made.y, made.also) = at::_fused_rms_norm(x, {features}, vectors[0], eps);
             made.also = made.also.squeeze(-1);
         }
         made.kept.resize(RSTD + 1);
-        made.kept[from_y ? Y : X] = from_y ? made.y : *x;
+        made.kept[from_y ? Y : X] = from_y ? made.y : x;
         if (wants_x || !from_y) made.kept[RSTD] = made.also;
         if (wants_x || from_y) made.kept[WEIGHT] = vectors[0].value_or(Tensor());
         if (from_y) made.kept[BIAS] = vectors[1].value_or(Tensor());
@@ -85,18 +71,81 @@ PyObject *norm(PyObject *, PyObject *const *args, Py_ssize_t count) {
     made.call["centered"] = centered;
     made.call["has_weight"] = vectors[0].has_value();
     made.call["has_bias"] = vectors[1].has_value();
-    if (!name(args[0], made)) return nullptr;
+    if (!name(row, made)) return nullptr;
     const auto given = [](const std::optional<Tensor> &vector) { return vector.value_or(Tensor()); };
-    link<Norms>({*x, given(vectors[0]), given(vectors[1])}, {made.y, made.also}, made);
+    link<Norms>({x, given(vectors[0]), given(vectors[1])}, {made.y, made.also}, made);
     return THPVariable_Wrap(made.y);
+}
+
+PyObject *norm(PyObject *, PyObject *const *args, Py_ssize_t count) {
+    HANDLE_TH_ERRORS
+    TORCH_CHECK_TYPE(count == 9, "norm takes 9 arguments");
+    const Tensor *x = known(args[1]);
+    const int64_t groups = PyLong_AsLongLong(args[4]);
+    double eps = 0;
+    if (PyErr_Occurred()) return nullptr;
+    if (!x || (args[8] != Py_None && !numbers(args + 8, &eps, 1))) Py_RETURN_NONE;
+    std::optional<Tensor> vectors[2];
+    for (int k = 0; k < 2; k++) {
+        if (args[2 + k] == Py_None) continue;
+        const Tensor *vector = known(args[2 + k]);
+        if (!vector) Py_RETURN_NONE;
+        vectors[k] = *vector;
+    }
+    return normalized(args[0], *x, vectors, groups, args[5] == Py_True, args[6] == Py_True, args[7] == Py_True,
+                      args[8] == Py_None ? std::nullopt : std::optional<double>(eps));
     END_HANDLE_TH_ERRORS
 }
 
-/* A module whose norm torch itself may compute, as that keeps the same: where a gradient is wanted of x or of the
+/* Whether the output of a norm tells the normalized input: see invertible.py. Nothing where it takes more than a
+   look to say so. */
+std::optional<bool> tells_its_input(const Tensor &x, const std::optional<Tensor> (&vectors)[2], double ratio) {
+    const auto &[weight, bias] = vectors;
+    if (!x.is_cpu() || is_autocast(x)) return std::nullopt;
+    if (x.scalar_type() != at::kFloat && x.scalar_type() != at::kDouble) return std::nullopt;
+    for (const auto &vector : vectors)
+        if (vector && (!vector->is_cpu() || vector->scalar_type() != x.scalar_type() || !vector->is_contiguous() ||
+                       vector->numel() > MOST_FEATURES))
+            return std::nullopt;
+    if (!weight) return !bias;
+    if (bias && bias->sizes() != weight->sizes()) return std::nullopt;
+    bool is = true;
+    AT_DISPATCH_FLOATING_TYPES(x.scalar_type(), "tells_its_input", [&] {
+        using Limits = std::numeric_limits<scalar_t>;
+        const scalar_t low = Limits::min() / Limits::epsilon(), high = 1 / low;
+        const scalar_t *w = weight->const_data_ptr<scalar_t>();
+        const scalar_t *b = bias ? bias->const_data_ptr<scalar_t>() : nullptr;
+        const int64_t features = weight->numel();
+        for (int64_t k = 0; k < features; k++) is &= std::abs(w[k]) >= low && std::abs(w[k]) <= high;
+        for (int64_t k = 0; b && k < features; k++) is &= std::abs(b[k]) <= (scalar_t)ratio * std::abs(w[k]);
+    });
+    return is;
+}
+
+PyObject *is_invertible(PyObject *, PyObject *const *args, Py_ssize_t count) {
+    HANDLE_TH_ERRORS
+    TORCH_CHECK_TYPE(count == 4, "is_invertible takes 4 arguments");
+    const Tensor *x = is_usual() ? plain(args[0]) : nullptr;
+    std::optional<Tensor> vectors[2];
+    double ratio;
+    if (!x || !numbers(args + 3, &ratio, 1)) Py_RETURN_NONE;
+    for (int k = 0; k < 2; k++) {
+        if (args[1 + k] == Py_None) continue;
+        const Tensor *vector = plain(args[1 + k]);
+        if (!vector) Py_RETURN_NONE;
+        vectors[k] = *vector;
+    }
+    const auto is = tells_its_input(*x, vectors, ratio);
+    return is ? PyBool_FromLong(*is) : Py_NewRef(Py_None);
+    END_HANDLE_TH_ERRORS
+}
+
+/* A module whose norm torch itself may compute, if that keeps the same: where a gradient is wanted of x or of the
    weight, or none. */
 struct OfTorch {
     const Tensor *x = nullptr; /* or nullptr, where it may not */
-    std::optional<Tensor> weight, bias;
+    long wanted = 0;
+    std::optional<Tensor> vectors[2]; /* weight and bias */
     std::optional<double> eps;
     at::DimVector shape;
 
@@ -106,17 +155,21 @@ struct OfTorch {
         PyObject *parameters[] = {module.parameter("weight"), has_bias ? module.parameter("bias") : Py_None};
         PyObject *given = module.option("eps"), *of_shape = module.option(sizes);
         if (!parameters[0] || !parameters[1] || !given || !of_shape || args[2] == Py_None) return;
-        const auto wanted = wanted_of({args[2], parameters[0], parameters[1]}, casts);
-        if (!wanted || (*wanted && !(*wanted & 3)) || !are_leaves({parameters[0], parameters[1]})) return;
+        const auto bits = wanted_of({args[2], parameters[0], parameters[1]}, casts);
+        if (!bits || (*bits && !(*bits & 3)) || !are_leaves({parameters[0], parameters[1]})) return;
         double number;
         if (given != Py_None && !numbers(&given, &number, 1)) return;
         if (given != Py_None) eps = number;
         const Py_ssize_t axes = count_of(of_shape);
         if (axes == 0 || !::sizes(of_shape, std::max<Py_ssize_t>(axes, 1), shape)) return;
-        if (parameters[0] != Py_None) weight = THPVariable_Unpack(parameters[0]);
-        if (parameters[1] != Py_None) bias = THPVariable_Unpack(parameters[1]);
+        for (int k = 0; k < 2; k++)
+            if (parameters[k] != Py_None) vectors[k] = THPVariable_Unpack(parameters[k]);
+        wanted = *bits;
         x = &THPVariable_Unpack(args[2]);
     }
+
+    /* Whether x is normalized over its last axis alone. */
+    bool is_over_last() const { return shape.size() == 1 && x->dim() && x->size(-1) == shape[0]; }
 
     template <typename Norm>
     PyObject *wrapped(const Norm &norm) const {
@@ -133,20 +186,52 @@ PyObject *layer_norm_of(PyObject *, PyObject *const *args, Py_ssize_t count) {
     HANDLE_TH_ERRORS
     const OfTorch of(args, count, true, 0, "normalized_shape");
     if (!of.x || !of.eps) Py_RETURN_NONE;
-    return of.wrapped([&] { return at::layer_norm(*of.x, of.shape, of.weight, of.bias, *of.eps); });
+    return of.wrapped([&] { return at::layer_norm(*of.x, of.shape, of.vectors[0], of.vectors[1], *of.eps); });
     END_HANDLE_TH_ERRORS
 }
 
-/* On CUDA, by its own kernel. (On CPU it keeps more.) */
+/* On CUDA, by its own kernel, or where no gradient is wanted. (On CPU it keeps more.) */
 PyObject *rms_norm_of(PyObject *, PyObject *const *args, Py_ssize_t count) {
     HANDLE_TH_ERRORS
-    if (count == 3 && THPVariable_CheckExact(args[2]) && THPVariable_Unpack(args[2]).is_cpu()) Py_RETURN_NONE;
     const OfTorch of(args, count, false, 3, "normalized_shape");
-    if (!of.x || !of.x->is_cuda() || !of.x->is_contiguous() || !of.x->dim()) Py_RETURN_NONE;
-    const bool is_fused = !of.weight || (of.weight->scalar_type() == of.x->scalar_type() &&
-                                         of.weight->sizes() == of.x->sizes().slice(of.x->dim() - 1));
+    if (!of.x || !of.x->is_contiguous() || !of.x->dim()) Py_RETURN_NONE;
+    if (of.wanted && of.x->is_cpu()) {
+        if (!of.is_over_last()) Py_RETURN_NONE;
+        return normalized(args[0], *of.x, of.vectors, 0, false, false, of.wanted & 1, of.eps);
+    }
+    const auto &weight = of.vectors[0];
+    const bool is_fused = !weight || (weight->scalar_type() == of.x->scalar_type() &&
+                                      weight->sizes() == of.x->sizes().slice(of.x->dim() - 1));
     if (!is_fused) Py_RETURN_NONE;
-    return of.wrapped([&] { return at::rms_norm(*of.x, of.shape, of.weight, of.eps); });
+    return of.wrapped([&] { return at::rms_norm(*of.x, of.shape, weight, of.eps); });
+    END_HANDLE_TH_ERRORS
+}
+
+/* From the output, where a gradient is wanted and it tells the input. (Else layer normalization as torch has it.) */
+PyObject *norm_from_output(PyObject *const *args, Py_ssize_t count, bool centered) {
+    const OfTorch of(args, count - 1, centered, 3, "normalized_shape");
+    double ratio;
+    if (!of.x || (centered && !of.eps) || !numbers(args + 3, &ratio, 1)) Py_RETURN_NONE;
+    if (of.wanted) {
+        const auto is = of.is_over_last() ? tells_its_input(*of.x, of.vectors, ratio) : std::nullopt;
+        if (!is || (!*is && !centered)) Py_RETURN_NONE;
+        if (*is) return normalized(args[0], *of.x, of.vectors, 0, true, centered, of.wanted & 1, of.eps);
+    }
+    return of.wrapped([&] {
+        if (centered) return at::layer_norm(*of.x, of.shape, of.vectors[0], of.vectors[1], *of.eps);
+        return at::rms_norm(*of.x, of.shape, of.vectors[0], of.eps);
+    });
+}
+
+PyObject *layer_norm_from_output_of(PyObject *, PyObject *const *args, Py_ssize_t count) {
+    HANDLE_TH_ERRORS
+    return norm_from_output(args, count, true);
+    END_HANDLE_TH_ERRORS
+}
+
+PyObject *rms_norm_from_output_of(PyObject *, PyObject *const *args, Py_ssize_t count) {
+    HANDLE_TH_ERRORS
+    return norm_from_output(args, count, false);
     END_HANDLE_TH_ERRORS
 }
 
@@ -160,7 +245,8 @@ PyObject *group_norm_of(PyObject *, PyObject *const *args, Py_ssize_t count) {
     if (of.x->size(0) * of.x->size(1) / groups * c10::multiply_integers(of.x->sizes().slice(2)) == 1)
         Py_RETURN_NONE; /* for Python to refuse */
     return of.wrapped([&] {
-        return at::group_norm(*of.x, groups, of.weight, of.bias, *of.eps, at::globalContext().userEnabledCuDNN());
+        return at::group_norm(*of.x, groups, of.vectors[0], of.vectors[1], *of.eps,
+                              at::globalContext().userEnabledCuDNN());
     });
     END_HANDLE_TH_ERRORS
 }
@@ -175,39 +261,8 @@ PyObject *is_over_last(PyObject *, PyObject *const *args, Py_ssize_t count) {
     const int64_t features = x->size(-1);
     if (PyLong_AsLongLong(PyTuple_GET_ITEM(args[1], 0)) != features) return PyErr_Clear(), Py_NewRef(Py_False);
     for (int k = 2; k < count; k++)
-        if (args[k] != Py_None && !vector_of(args[k], *x, features)) Py_RETURN_FALSE;
+        if (args[k] != Py_None && !(known(args[k]) && fits(*known(args[k]), *x, features))) Py_RETURN_FALSE;
     Py_RETURN_TRUE;
-    END_HANDLE_TH_ERRORS
-}
-
-/* Whether the output of a norm tells the normalized input: see invertible.py. None where it takes more than a look
-   to say so. */
-PyObject *is_invertible(PyObject *, PyObject *const *args, Py_ssize_t count) {
-    HANDLE_TH_ERRORS
-    TORCH_CHECK_TYPE(count == 5, "is_invertible takes 5 arguments");
-    const Tensor *x = is_usual() ? plain(args[0]) : nullptr, *vectors[2] = {};
-    double least, ratio;
-    if (!x || is_autocast(*x) || !numbers(args + 3, &least, 1) || !numbers(args + 4, &ratio, 1)) Py_RETURN_NONE;
-    if (x->scalar_type() != at::kFloat && x->scalar_type() != at::kDouble) Py_RETURN_NONE;
-    for (int k = 0; k < 2; k++) {
-        if (args[1 + k] == Py_None) continue;
-        const Tensor *vector = vectors[k] = plain(args[1 + k]);
-        if (!vector || vector->scalar_type() != x->scalar_type() || !vector->is_contiguous()) Py_RETURN_NONE;
-        if (vector->numel() > MOST_FEATURES || (k && vectors[0] && vectors[0]->sizes() != vector->sizes()))
-            Py_RETURN_NONE;
-    }
-    if (!vectors[0]) return PyBool_FromLong(!vectors[1]);
-    bool is = true;
-    AT_DISPATCH_FLOATING_TYPES(x->scalar_type(), "is_invertible", [&] {
-        const scalar_t *weight = vectors[0]->const_data_ptr<scalar_t>();
-        const scalar_t *bias = vectors[1] ? vectors[1]->const_data_ptr<scalar_t>() : nullptr;
-        const scalar_t low = least, high = 1 / least;
-        const int64_t features = vectors[0]->numel();
-        for (int64_t k = 0; k < features; k++) is &= std::abs(weight[k]) >= low && std::abs(weight[k]) <= high;
-        for (int64_t k = 0; bias && k < features; k++)
-            is &= std::abs(bias[k]) <= (scalar_t)ratio * std::abs(weight[k]);
-    });
-    return PyBool_FromLong(is);
     END_HANDLE_TH_ERRORS
 }
 
