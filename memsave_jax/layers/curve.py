@@ -6,7 +6,6 @@ From the input, backward computes again what else it needs, element by element.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -26,18 +25,21 @@ SELU_SCALE, SELU_ALPHA = 1.0507009873554804934193349852946, 1.673263242354377284
 def _from_input(
     row: Layer,
     primal: Function,
-    effort: int | Callable[..., int] = 1,
+    effort: int = 1,
     gradient: Function | None = None,
+    again: Function | None = None,
 ) -> Function:
-    """The gradient is stock's, of the input; or ``gradient(g, x)``, where that takes less than to
-    compute the output again. (Of ``effort``, see :func:`as_kept`.)
+    """The gradient is stock's, of the input; or that of the same function, written ``again``; or
+    ``gradient(g, x)``, where that takes less than to compute the output again. (Of ``effort``, see
+    :func:`as_kept`.)
     """
+    curve = again or primal
 
     def bwd(g: Array, wrt: Mask, saved: Saved, shapes: Shapes, **options: Any) -> Grads:
-        x = as_kept(saved["x"], effort if isinstance(effort, int) else effort(**options))
+        x = as_kept(saved["x"], effort)
         if gradient is not None:
             return {"x": gradient(g, x, **options)}
-        return {"x": jax.vjp(partial(primal, **options), x)[1](g)[0]}
+        return {"x": jax.vjp(partial(curve, **options), x)[1](g)[0]}
 
     return define(row, primal, bwd)
 
@@ -102,8 +104,14 @@ def gelu_primal(x: Array, *, approximate: str = "tanh") -> Array:
     return jax.nn.gelu(x, approximate=approximate == "tanh")
 
 
-def _gelu_effort(*, approximate: str = "tanh") -> int:
-    return 2 if approximate == "tanh" else 3
+def gelu_again(x: Array, *, approximate: str = "tanh") -> Array:
+    """The same, for gradients: what XLA does not know to be the same, it does not keep."""
+    if approximate == "tanh":
+        rate = 2 * math.sqrt(2 / math.pi)
+        return x * jax.nn.sigmoid(x * (rate + 0.044715 * rate * (x * x)))
+    positive = x > 0
+    tail = lax.erfc(jnp.where(positive, x, -x) * math.sqrt(0.5)) / 2
+    return x * jnp.where(positive, 1 - tail, tail)
 
 
 def _tanhshrink_primal(x: Array) -> Array:
@@ -162,7 +170,7 @@ _logsigmoid = _from_input(
 _logsigmoid_from_output = _from_output(
     spec.LOGSIGMOID_FROM_OUTPUT, jax.nn.log_sigmoid, lambda g, y: g * -jnp.expm1(y)
 )
-_gelu = _from_input(spec.GELU, gelu_primal, _gelu_effort)
+_gelu = _from_input(spec.GELU, gelu_primal, again=gelu_again)
 _silu = _from_input(spec.SILU, jax.nn.silu)
 _mish = _from_input(spec.MISH, jax.nn.mish, gradient=_mish_gradient)
 _hardswish = _from_input(spec.HARDSWISH, jax.nn.hard_swish, 0)

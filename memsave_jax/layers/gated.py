@@ -10,34 +10,38 @@ from jax import Array
 from memsave import spec
 from memsave.spec import Layer
 
-from .._xla import as_kept, on_gpu
+from .._xla import as_kept
 from ..function import Function, Grads, Mask, Saved, Shapes, define
-from .curve import gelu_primal
+from .curve import gelu_again, gelu_primal
 
 
-def _gated(row: Layer, activation: Function, effort: int) -> Function:
+def _gated(row: Layer, activation: Function, again: Function) -> Function:
+    """(The gradients are those of the same activation, written ``again``.)"""
+
     def primal(gate: Array, up: Array, **options: Any) -> Array:
         return activation(gate, **options) * up
 
     def bwd(g: Array, wrt: Mask, saved: Saved, shapes: Shapes, **options: Any) -> Grads:
-        gate = as_kept(saved["gate"], effort)
+        def curve(gate: Array, up: Array) -> Array:
+            return again(gate, **options) * up
+
+        gate = as_kept(saved["gate"], 1)
         grads = {}
         if "gate" in wrt:
-            up = as_kept(saved["up"], effort)
-            (grads["gate"],) = jax.vjp(lambda gate: primal(gate, up, **options), gate)[1](g)
+            up = as_kept(saved["up"], 1)
+            (grads["gate"],) = jax.vjp(lambda gate: curve(gate, up), gate)[1](g)
         if "up" in wrt:
-            # On a CPU, another barrier, or f(gate) would have two readers and be written out early.
-            # (On a GPU both gradients are one kernel, which a barrier would part.)
-            same = gate if on_gpu() else as_kept(gate, effort)
-            transpose = jax.linear_transpose(lambda up: primal(same, up, **options), shapes["up"])
+            # Another barrier, or f(gate) would have two readers and be written out early.
+            same = as_kept(gate, 1)
+            transpose = jax.linear_transpose(lambda up: curve(same, up), shapes["up"])
             (grads["up"],) = transpose(g)
         return grads
 
     return define(row, primal, bwd)
 
 
-_swiglu = _gated(spec.SWIGLU, jax.nn.silu, effort=1)
-_geglu = _gated(spec.GEGLU, gelu_primal, effort=3)
+_swiglu = _gated(spec.SWIGLU, jax.nn.silu, again=jax.nn.silu)
+_geglu = _gated(spec.GEGLU, gelu_primal, again=gelu_again)
 
 
 def swiglu(gate: Array, up: Array) -> Array:
