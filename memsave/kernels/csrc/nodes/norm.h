@@ -30,14 +30,27 @@ enum Kept { X, WEIGHT, BIAS, Y, RSTD }; /* in the order of the rule; of X and Y 
 constexpr int64_t BYTES_OF_ROW = 1 << 15, PROGRAMS_OF_NORM = 512; /* as in cuda.py */
 enum { MOST_FEATURES = 16384 }; /* of parameters whose values are looked at by each call */
 
+using Vectors = std::array<std::optional<Tensor>, 2>; /* a weight and a bias, where there are */
+
+/* Whether both are, or are absent, as Python passes them. */
+bool vectors_of(PyObject *const *args, Vectors &vectors) {
+    for (int k = 0; k < 2; k++) {
+        if (args[k] == Py_None) continue;
+        const Tensor *vector = known(args[k]);
+        if (!vector) return false;
+        vectors[k] = *vector;
+    }
+    return true;
+}
+
 /* A parameter of so many features that a loop can read beside x. */
-bool fits(const Tensor &vector, const Tensor &x, int64_t features) {
+bool is_vector_of(const Tensor &vector, const Tensor &x, int64_t features) {
     return vector.device() == x.device() && vector.scalar_type() == x.scalar_type() && vector.is_contiguous() &&
            vector.sizes() == at::IntArrayRef(features);
 }
 
 /* Computed, where it can be, with a node: of the last axis, or of groups of channels. */
-PyObject *normalized(PyObject *row, const Tensor &x, const std::optional<Tensor> (&vectors)[2], int64_t groups,
+PyObject *normalized(PyObject *row, const Tensor &x, const Vectors &vectors, int64_t groups,
                      bool from_y, bool centered, bool wants_x, std::optional<double> eps) {
     if (!x.is_contiguous() || !x.numel() || x.dim() < (groups ? 2 : 1)) Py_RETURN_NONE;
     const bool is_wide = x.scalar_type() == at::kFloat || x.scalar_type() == at::kDouble;
@@ -46,7 +59,7 @@ PyObject *normalized(PyObject *row, const Tensor &x, const std::optional<Tensor>
     if (groups && x.is_cuda()) Py_RETURN_NONE;
     if (groups && (groups < 0 || features % groups || x.numel() == groups)) Py_RETURN_NONE;
     for (const auto &vector : vectors)
-        if (vector && !fits(*vector, x, features)) Py_RETURN_NONE;
+        if (vector && !is_vector_of(*vector, x, features)) Py_RETURN_NONE;
     Made made;
     compute([&] {
         if (groups) {
@@ -85,13 +98,8 @@ PyObject *norm(PyObject *, PyObject *const *args, Py_ssize_t count) {
     double eps = 0;
     if (PyErr_Occurred()) return nullptr;
     if (!x || (args[8] != Py_None && !numbers(args + 8, &eps, 1))) Py_RETURN_NONE;
-    std::optional<Tensor> vectors[2];
-    for (int k = 0; k < 2; k++) {
-        if (args[2 + k] == Py_None) continue;
-        const Tensor *vector = known(args[2 + k]);
-        if (!vector) Py_RETURN_NONE;
-        vectors[k] = *vector;
-    }
+    Vectors vectors;
+    if (!vectors_of(args + 2, vectors)) Py_RETURN_NONE;
     return normalized(args[0], *x, vectors, groups, args[5] == Py_True, args[6] == Py_True, args[7] == Py_True,
                       args[8] == Py_None ? std::nullopt : std::optional<double>(eps));
     END_HANDLE_TH_ERRORS
@@ -99,7 +107,7 @@ PyObject *norm(PyObject *, PyObject *const *args, Py_ssize_t count) {
 
 /* Whether the output of a norm tells the normalized input: see invertible.py. Nothing where it takes more than a
    look to say so. */
-std::optional<bool> tells_its_input(const Tensor &x, const std::optional<Tensor> (&vectors)[2], double ratio) {
+std::optional<bool> tells_its_input(const Tensor &x, const Vectors &vectors, double ratio) {
     const auto &[weight, bias] = vectors;
     if (!x.is_cpu() || is_autocast(x)) return std::nullopt;
     if (x.scalar_type() != at::kFloat && x.scalar_type() != at::kDouble) return std::nullopt;
@@ -126,15 +134,10 @@ PyObject *is_invertible(PyObject *, PyObject *const *args, Py_ssize_t count) {
     HANDLE_TH_ERRORS
     TORCH_CHECK_TYPE(count == 4, "is_invertible takes 4 arguments");
     const Tensor *x = is_usual() ? plain(args[0]) : nullptr;
-    std::optional<Tensor> vectors[2];
+    Vectors vectors;
     double ratio;
     if (!x || !numbers(args + 3, &ratio, 1)) Py_RETURN_NONE;
-    for (int k = 0; k < 2; k++) {
-        if (args[1 + k] == Py_None) continue;
-        const Tensor *vector = plain(args[1 + k]);
-        if (!vector) Py_RETURN_NONE;
-        vectors[k] = *vector;
-    }
+    if (!vectors_of(args + 1, vectors)) Py_RETURN_NONE;
     const auto is = tells_its_input(*x, vectors, ratio);
     return is ? PyBool_FromLong(*is) : Py_NewRef(Py_None);
     END_HANDLE_TH_ERRORS
@@ -145,7 +148,7 @@ PyObject *is_invertible(PyObject *, PyObject *const *args, Py_ssize_t count) {
 struct OfTorch {
     const Tensor *x = nullptr; /* or nullptr, where it may not */
     long wanted = 0;
-    std::optional<Tensor> vectors[2]; /* weight and bias */
+    Vectors vectors;
     std::optional<double> eps;
     at::DimVector shape;
 
@@ -190,7 +193,7 @@ PyObject *layer_norm_of(PyObject *, PyObject *const *args, Py_ssize_t count) {
     END_HANDLE_TH_ERRORS
 }
 
-/* On CUDA, by its own kernel, or where no gradient is wanted. (On CPU it keeps more.) */
+/* On CUDA, or where no gradient is wanted, by torch's own operation, which keeps more on CPU: there by a node. */
 PyObject *rms_norm_of(PyObject *, PyObject *const *args, Py_ssize_t count) {
     HANDLE_TH_ERRORS
     const OfTorch of(args, count, false, 3, "normalized_shape");
@@ -261,7 +264,7 @@ PyObject *is_over_last(PyObject *, PyObject *const *args, Py_ssize_t count) {
     const int64_t features = x->size(-1);
     if (PyLong_AsLongLong(PyTuple_GET_ITEM(args[1], 0)) != features) return PyErr_Clear(), Py_NewRef(Py_False);
     for (int k = 2; k < count; k++)
-        if (args[k] != Py_None && !(known(args[k]) && fits(*known(args[k]), *x, features))) Py_RETURN_FALSE;
+        if (args[k] != Py_None && !(known(args[k]) && is_vector_of(*known(args[k]), *x, features))) Py_RETURN_FALSE;
     Py_RETURN_TRUE;
     END_HANDLE_TH_ERRORS
 }
@@ -370,7 +373,8 @@ variable_list norm_of_rows(const Tensor &given, const variable_list &kept, const
     int64_t block = 1;
     while (block < features) block *= 2;
     const Tensor vectors[] = {kept[RSTD], kept[WEIGHT], kept[BIAS]};
-    bool fits = block * itemsize <= BYTES_OF_ROW && array.numel() <= MOST_ELEMENTS && is_aligned(g) && is_aligned(array);
+    bool fits = block * itemsize <= BYTES_OF_ROW && array.numel() <= MOST_ELEMENTS;
+    fits = fits && is_aligned(g) && is_aligned(array);
     for (const Tensor &one : vectors) fits = fits && (!one.defined() || is_aligned(one));
     const int64_t at_once = std::max<int64_t>(1, ELEMENTS_OF_PROGRAM / block);
     int64_t programs = (rows + at_once - 1) / at_once;
