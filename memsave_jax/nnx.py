@@ -7,7 +7,8 @@ not take, such as a convolution of the user's own, is left to stock: right, with
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from . import _require
@@ -60,6 +61,7 @@ from .functional import (
     tanh,
 )
 from .layers.norm import is_last
+from .layers.shape import as_tuple
 
 __all__ = [
     "BatchNorm",
@@ -260,6 +262,7 @@ class BatchNorm(nnx.BatchNorm):
             or (not average and not (mask is None and self.axis_name is None))
             or self.promote_dtype is not promote_dtype
             or not is_number(self.epsilon)
+            or not _are_features(x, self.axis, self.num_features)
         ):
             return super().__call__(x, use_running_average, mask=mask)
         mean, var = self.mean[...], self.var[...]
@@ -287,12 +290,21 @@ class BatchNorm(nnx.BatchNorm):
         return y
 
 
+def _are_features(x: Array, axes: int | Sequence[int], count: int) -> bool:
+    """Whether the axes have so many places. (Where not, it is stock that says so.)"""
+    places = as_tuple(axes)
+    if not all(-x.ndim <= axis < x.ndim for axis in places):
+        return False
+    return math.prod(x.shape[axis] for axis in places) == count
+
+
 def _takes(layer: Any, x: Any, mask: Array | None) -> bool:
     """Whether the functions take what a layer that normalizes is asked for."""
     if not hasattr(x, "dtype"):  # of a list, which stock takes
         return False
     if isinstance(layer, nnx.GroupNorm):
-        usual = layer.reduction_axes is None and x.ndim > 1
+        channels = layer.num_groups * layer.group_size
+        usual = layer.reduction_axes is None and x.ndim > 1 and _are_features(x, -1, channels)
     elif isinstance(layer, nnx.InstanceNorm):
         usual = x.ndim > 1 and is_last(x, layer.feature_axes)
     else:

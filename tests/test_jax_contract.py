@@ -641,6 +641,17 @@ def test_shard_map(row: Layer, form: str, inside: bool) -> None:
     assert_close(ours, on_devices(row, "stock", run))
 
 
+@every_form
+@pytest.mark.parametrize("layer", [F.prelu, F.prelu_from_input])
+def test_slope_of_nothing_in_shard_map(layer: Callable[..., Any], form: str) -> None:
+    """A zero that is the same on all devices is none of a slope that is not."""
+    local = jax.grad(lambda w, x: layer(x, w).sum())
+    specs = (PartitionSpec(), PartitionSpec("data"))
+    mapped = jax.shard_map(local, mesh=mesh(), in_specs=specs, out_specs=PartitionSpec())
+    with function.using(form):
+        assert mapped(jnp.asarray(0.2), jnp.ones((8, 0))) == 0
+
+
 @every_row_and_form
 def test_donated_arguments(row: Layer, form: str) -> None:
     call = calls(row, form)[frozenset(row.reads)]
@@ -1246,6 +1257,27 @@ def test_padding_in_8_bits(dtype: str, width: int) -> None:
     for ours, stock in zip(*reversed(results), strict=True):
         assert ours.dtype == dtype
         assert jnp.array_equal(ours, stock)
+
+
+@every_form
+@pytest.mark.parametrize("name", ["softplus", "log_sigmoid", "mish"])
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "float16"])
+def test_curves_of_a_narrow_range(dtype: str, name: str, form: str) -> None:
+    """Whose exponentials are infinite, or nan where there is no infinity."""
+    numbers = jnp.arange(256, dtype=jnp.uint8).view(jnp.float8_e5m2)
+    x = jnp.clip(numbers, -200, 200).astype(dtype)
+    x = x[jnp.isfinite(x)]
+
+    def gradient(layer: Callable[..., Any], x: Any) -> Any:
+        return jax.grad(lambda x: layer(x).astype(jnp.float32).sum())(x)
+
+    with function.using(form):
+        ours = gradient(getattr(F, name), x)
+    assert ours.dtype == dtype
+    exact = gradient(getattr(jax.nn, name), x.astype(jnp.float32))
+    eps, tiny = (float(getattr(jnp.finfo(dtype), n)) for n in ("eps", "smallest_normal"))
+    off = abs(ours.astype(jnp.float32) - exact)
+    assert (off <= eps * jnp.maximum(abs(exact), tiny)).all()
 
 
 @every_row_and_form

@@ -165,12 +165,14 @@ def _define_prelu(row: Layer, positive: Function, fwd: Function | None) -> Funct
         return _prelu_bwd(positive, g, wrt, saved, shapes)
 
     layout = {"x": "n *s c", "y": "n *s c", **dict.fromkeys(row.extras, "n *s c")}
-    return define(row, _prelu_primal, bwd, fwd, layout=layout, stock_op=_of_integers)
+    return define(row, _prelu_primal, bwd, fwd, layout=layout, stock_op=_has_no_gradient)
 
 
-def _of_integers(x: Array, weight: Array) -> bool:
-    """Which have no gradient to take that of the slope from."""
-    return not jnp.issubdtype(x.dtype, jnp.inexact)
+def _has_no_gradient(x: Array, weight: Array) -> bool:
+    """To take that of the slope from: integers, or nothing (of which JAX does not know in a
+    ``shard_map`` that it may differ between devices).
+    """
+    return not jnp.issubdtype(x.dtype, jnp.inexact) or 0 in x.shape
 
 
 _prelu = _define_prelu(

@@ -77,12 +77,15 @@ def _softplus_primal(x: Array, *, beta: float = 1.0, threshold: float = math.inf
 
 
 def _wide(x: Array) -> Array:
-    """For exponentials: those of float16 are soon infinite. (What XLA casts, it may keep.)"""
-    return x.astype(jnp.float32) if x.dtype == jnp.float16 else x
+    """For exponentials: those of a narrow range are soon infinite, or nan. (What XLA casts, it may
+    keep: bfloat16 has the range of float32.)
+    """
+    return x if jnp.finfo(x.dtype).maxexp >= 128 else x.astype(jnp.float32)
 
 
 def _times_sigmoid(g: Array, x: Array) -> Array:
-    return (g * jax.nn.sigmoid(_wide(x))).astype(g.dtype)
+    s = jax.nn.sigmoid(_wide(x))
+    return (g.astype(s.dtype) * s).astype(g.dtype)  # (of 8 bits, JAX widens nothing by itself)
 
 
 def _softplus_gradient(
@@ -97,7 +100,8 @@ def _mish_gradient(g: Array, x: Array) -> Array:
     s = jax.nn.sigmoid(_wide(x))
     rest = lax.square(1 - s)
     part = 1 / (1 + rest)
-    return (g * (part * (s * (2 - s) + x * (4 * s * rest * part)))).astype(g.dtype)
+    slope = part * (s * (2 - s) + x.astype(s.dtype) * (4 * s * rest * part))
+    return (g.astype(s.dtype) * slope).astype(g.dtype)
 
 
 def gelu_primal(x: Array, *, approximate: str = "tanh") -> Array:
