@@ -178,8 +178,9 @@ def _stand_in(tensor: Tensor, fake: FakeTensorMode | None) -> Tensor:
 
 
 @contextmanager
-def _quiet(logger: logging.Logger) -> Iterator[None]:
-    """Where what it logs as an error is none: it is tried otherwise."""
+def _quiet(name: str) -> Iterator[None]:
+    """Where what a logger tells of an error is told by its exception, or is none."""
+    logger = logging.getLogger(name)
     before = logger.level
     logger.setLevel(logging.CRITICAL)
     try:
@@ -209,8 +210,7 @@ def dry_run(
         )
     if fake is None:
         try:
-            with _quiet(logging.getLogger("torch._subclasses.fake_tensor")):
-                return dry_run(model, inputs, kwargs, trainable, fake=True)
+            return dry_run(model, inputs, kwargs, trainable, fake=True)
         except Exception as error:  # Of a mistake the real ones tell, too.
             logging.getLogger("memsave").info(
                 "fake tensors will not do, so the model runs on real ones: %s", error
@@ -284,7 +284,8 @@ def _forward(
             if isinstance(module, DistributedDataParallel):  # There is no backward to wait for.
                 module.require_backward_grad_sync = module.require_forward_param_sync = False
         # (Of what is compiled, nobody could observe the layers. What is tied, the state has tied.)
-        with fake or nullcontext(), torch.compiler.set_stance("force_eager"):
+        quiet = _quiet("torch._subclasses.fake_tensor")
+        with quiet, fake or nullcontext(), torch.compiler.set_stance("force_eager"):
             return torch.func.functional_call(runs, tensors, inputs, kwargs, tie_weights=False)
 
 

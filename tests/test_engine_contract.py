@@ -1004,6 +1004,49 @@ def test_what_is_of_another_type_is_refused_as_stock_refuses_it(name: str) -> No
             assert (actual is expected) if is_refused else isinstance(actual, Tensor), wrong
 
 
+#: What a module is made of, and an attribute that somebody sets later.
+SET_LATER: list[tuple[str, tuple[int, ...], str, Any]] = [
+    *(("BatchNorm2d", (4,), "training", value) for value in (1, 0)),
+    *(("Conv2d", (4, 4, 3), "kernel_size", value) for value in (3, None, [3, 3], (3, 3, 3))),
+    *(("ConvTranspose2d", (4, 4, 3), "kernel_size", value) for value in (3, None, [3, 3])),
+    *(("GroupNorm", (2, 4), "num_groups", value) for value in (0, -1, True, 1)),
+    *(("GroupNorm", (2, 4), "eps", value) for value in (None, 1)),
+    *(("LayerNorm", (4,), "eps", value) for value in (None, 1)),
+    *(("RMSNorm", (4,), "eps", value) for value in (None, 1)),
+]
+
+
+@pytest.mark.parametrize(("name", "arguments", "attribute", "value"), SET_LATER)
+def test_attributes_that_are_set_later(
+    name: str, arguments: tuple[int, ...], attribute: str, value: Any
+) -> None:
+    """They are taken, or refused, as by stock."""
+    results = []
+    drop_ins = (getattr(memsave.nn, name), getattr(memsave.nn, f"{name}FromOutput", None))
+    for cls in (getattr(nn, name), *filter(None, drop_ins)):
+        torch.manual_seed(0)
+        module, x = cls(*arguments), torch.randn(2, 4, 4, 4, requires_grad=True)
+        setattr(module, attribute, value)
+        y = helpers.attempt(module, x)
+        results.append(y if isinstance(y, type) else (y, *torch.autograd.grad(y.square().sum(), x)))
+    for actual in results[1:]:
+        same(actual, results[0])
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element")
+@pytest.mark.parametrize("name", ["Conv1d", "ConvTranspose1d"])
+@pytest.mark.parametrize("shape", [(3, 0, 4), (0, 4), (0, 2, 4)], ids=str)
+def test_convolutions_of_nothing(name: str, shape: tuple[int, ...]) -> None:
+    """Of no channels torch makes no channels, but a gradient for each bias."""
+    results = []
+    for package in (nn, memsave.nn):
+        module = getattr(package, name)(shape[-2], 2, 2)
+        module.weight.requires_grad_(False)
+        y = helpers.attempt(module, torch.ones(shape))
+        results.append(y if isinstance(y, type) else torch.autograd.grad(y.sum(), module.bias))
+    same(results[1], results[0])
+
+
 #: What may not be overwritten, and what it shares its memory with.
 NOT_WRITABLE: dict[str, Callable[[Tensor], Tensor]] = {
     "a leaf": lambda x: x,

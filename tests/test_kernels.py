@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import os
 import subprocess
 import sys
 import weakref
@@ -1167,6 +1168,46 @@ def test_batch_norm_modules_with_the_kernel(native: Any, batch_normed: BatchNorm
         expected = run(torch.nn.BatchNorm2d(4), wanted)
         torch.testing.assert_close(run(memsave.nn.BatchNorm2d(4), wanted), expected)
     assert set(found) == {"NativeBatchNormBackward0", "MemsaveBatchNormTrainBackward"}
+
+
+def test_batch_norm_of_a_torch_that_does_without_instructions() -> None:
+    code = """if True:
+        import torch, memsave.nn
+        torch.manual_seed(0)
+        x = torch.randn(8, 16, 32, 32)
+        for module in (ours := memsave.nn.BatchNorm2d(16), stock := torch.nn.BatchNorm2d(16)):
+            torch.nn.init.constant_(module.weight, 1.1), torch.nn.init.constant_(module.bias, 0.3)
+        assert ours(x.requires_grad_()).equal(stock(x))
+    """
+    environment = {**os.environ, "ATEN_CPU_CAPABILITY": "default"}
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120, env=environment)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("inplace", [True, False])
+def test_subnormals_that_are_to_be_zero(native: Any, dtype: torch.dtype, inplace: bool) -> None:
+    tiny = torch.finfo(dtype).tiny / 4
+    x = torch.tensor([tiny, -tiny, 0.0, -0.0, 1.0, -1.0, torch.nan] * 20, dtype=dtype)
+    if not torch.set_flush_denormal(True):
+        pytest.skip("not by this processor")
+    try:
+        y, bits = native.relu(x.clone(), inplace)
+        expected = torch.relu(x)
+        expected_bits = reference.relu(x, False)[1]
+    finally:
+        torch.set_flush_denormal(False)
+    assert y.count_nonzero() == expected.count_nonzero()
+    assert y.signbit().equal(expected.signbit())
+    assert bits.equal(expected_bits)
+
+
+@pytest.mark.parametrize("elements", [64, 61])
+def test_memory_of_what_is_scaled(elements: int) -> None:
+    """No more than its elements take, whatever the bits are of."""
+    x = torch.randn(elements)
+    y = reference.scale(x, reference.pack(x > 0, Like.of(x)), Like.of(x), 2.0, 0.5)
+    assert y.untyped_storage().nbytes() == x.nbytes
+    assert y.equal(torch.where(x > 0, 2 * x, x / 2))
 
 
 @pytest.mark.parametrize(

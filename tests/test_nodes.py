@@ -303,6 +303,21 @@ def test_strides_of_axes_of_one_place(
         same(dx, torch.autograd.grad(expected, x, torch.ones_like(y))[0])
 
 
+@pytest.mark.parametrize("has_nodes", [True, False])
+def test_a_sparse_gradient_of_dropout(has_nodes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not has_nodes:
+        monkeypatch.setattr(function, "nodes", None)
+    gradients = []
+    for layer in (nn.Dropout(0.4), memsave.nn.Dropout(0.4)):
+        weight = torch.ones(10, 4, requires_grad=True)
+        torch.manual_seed(0)
+        rows = nn.functional.embedding(torch.tensor([1, 2, 1]), layer(weight * 2), sparse=True)
+        (gradient,) = torch.autograd.grad(rows.sum(), weight)
+        assert gradient.is_sparse
+        gradients.append(gradient.to_dense())
+    same(*gradients, rtol=0, atol=0)
+
+
 @needs_nodes
 @pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_batch_norm_in_16_bits(weight_dtype: torch.dtype) -> None:
@@ -1425,6 +1440,16 @@ def test_hooks_that_give_back_something_else(
     assert type(y.grad_fn).__name__ == "MemsaveLayerBackward"
     with pytest.raises((RuntimeError, IndexError)):
         y.sum().backward()
+
+
+@pytest.mark.parametrize("layer", OTHERS.values(), ids=OTHERS)
+def test_hooks_that_give_back_the_same_in_other_strides(layer: Callable[[Tensor], Tensor]) -> None:
+    x, gradients = torch.randn((4, 8, 8, 8), requires_grad=True), []
+    for unpack in (lambda tensor: tensor, lambda tensor: torch.stack((tensor, tensor), -1)[..., 0]):
+        torch.manual_seed(0)
+        with saved_tensors_hooks(lambda tensor: tensor, unpack):
+            gradients += torch.autograd.grad(layer(x).square().sum(), x)
+    same(*gradients)
 
 
 @pytest.mark.parametrize("shape", [(4096, 64), (4096,)], ids=["input", "statistic"])

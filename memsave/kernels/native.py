@@ -8,6 +8,7 @@ where a mode has to see every operation.
 from __future__ import annotations
 
 import math
+import os
 import warnings
 from functools import partial
 from types import ModuleType
@@ -172,11 +173,13 @@ def _vector(vector: Tensor | None, g: Tensor, dtype: torch.dtype) -> Tensor | No
 #: Of fewer elements, what the loop saves is less than a Python function takes (on two cores, as
 #: measured); and of fewer places, it has nothing to take together.
 LEAST_ELEMENTS, LEAST_PLACES = 75_000, 8
+#: Whether torch has been told to do without what this processor has: then it rounds otherwise.
+_IS_PLAIN = os.environ.get("ATEN_CPU_CAPABILITY") == "default"
 
 
 def beats_batch_norm(x: Tensor) -> bool:
     """Whether :func:`batch_norm` applies to such an input, and is faster than torch's."""
-    if x.dtype not in DTYPES or x.numel() < LEAST_ELEMENTS or not x.is_contiguous():
+    if x.dtype not in DTYPES or x.numel() < LEAST_ELEMENTS or not x.is_contiguous() or _IS_PLAIN:
         return False
     return x.is_cpu and x.ndim > 2 and x.shape[2:].numel() >= LEAST_PLACES
 

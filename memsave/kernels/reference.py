@@ -138,7 +138,11 @@ def scale(
     """``x * on`` where a bit is set and ``x * off`` elsewhere. (Neither is rounded to 16 bits.)"""
     wide = torch.promote_types(x.dtype, torch.float32)
     factors = unpack(bits, like, on, wide, off)
-    return x.mul_(factors) if inplace else factors.mul_(x).to(x.dtype)
+    if inplace:
+        return x.mul_(factors)
+    # (What lies behind factors in the last byte must not stay alive; and x may be sparse.)
+    is_whole = not like.shape.numel() % 8 and x.layout is torch.strided
+    return (factors.mul_(x) if is_whole else factors * x).to(x.dtype)
 
 
 class Rows(NamedTuple):

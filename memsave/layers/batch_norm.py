@@ -251,7 +251,7 @@ def _forward(module: Any, input: Tensor) -> Tensor:
         function, own = batch_norm, parameters_of(module)
     else:
         function = F.batch_norm
-    by_batch = training or (mean is None and var is None)
+    by_batch = bool(training or (mean is None and var is None))
     if training and not tracks:
         mean = var = None
     momentum = 0.0 if momentum is None else momentum

@@ -118,7 +118,9 @@ def _unpad(g: Tensor, like: Like, pads: Sequence[tuple[int, int]], mode: str) ->
     return in_format(F.pad(g, [-p for p in _flat(pads)]), like)
 
 
-def _bias_gradient(g: Tensor, dims: int) -> Tensor:
+def _bias_gradient(g: Tensor, dims: int, channels: int) -> Tensor:
+    if is_size(g.numel(), 0):  # Of no input channels, the output of torch has none either.
+        return g.new_zeros(channels)
     return g.sum([axis for axis in range(g.ndim) if axis != g.ndim - dims - 1])
 
 
@@ -191,7 +193,7 @@ def _conv_bwd(
         grads["x"] = _unpad(dx, shapes["x"], pads, padding_mode) if pads else dx
         del dx
     if "bias" in wrt:
-        grads["bias"] = _bias_gradient(g, dims)
+        grads["bias"] = _bias_gradient(g, dims, weight_shape[0])
     return grads
 
 
@@ -225,7 +227,7 @@ def _conv_transpose_bwd(
         options = (stride, padding, dilation, True, output_padding)
         grads["weight"] = _weight_gradient(g, saved["x"], weight_shape, *options, groups=groups)
     if "bias" in wrt:
-        grads["bias"] = _bias_gradient(g, dims)
+        grads["bias"] = _bias_gradient(g, dims, weight_shape[1] * groups)
     return grads
 
 
@@ -418,9 +420,17 @@ _FUNCTIONAL = {1: conv1d, 2: conv2d, 3: conv3d}
 _TRANSPOSE = {1: conv_transpose1d, 2: conv_transpose2d, 3: conv_transpose3d}
 
 
+def _has_axes(module: Any, dims: int) -> bool:
+    """Whether its kernel has so many, as a tuple tells. (Otherwise it is stock that says it has
+    not, or works: it does not look.)
+    """
+    size = module.kernel_size
+    return isinstance(size, tuple) and len(size) == dims
+
+
 def _forward(self: Any, input: Tensor) -> Tensor:
     dims = self._dims
-    if len(self.kernel_size) != dims:
+    if not _has_axes(self, dims):
         return _STOCK[dims].forward(self, input)  # type: ignore[no-any-return]  # whose error it is
     row = _ROWS.get(type(self))
     if row is not None and (y := by_node("convolution_of", row, self, input)) is not None:
@@ -453,7 +463,7 @@ def _same(kernel: Sequence[int], dilation: Ints) -> tuple[int, ...]:
 
 def _conv_forward(self: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     dims = self._dims
-    if len(self.kernel_size) != dims or others() or is_replaced(_STOCK[dims]):
+    if not _has_axes(self, dims) or others() or is_replaced(_STOCK[dims]):
         return _STOCK[dims]._conv_forward(self, input, weight, bias)
     padding, mode = _padding_left(self), self.padding_mode
     if mode != "zeros":
@@ -516,7 +526,7 @@ _ROWS = {Conv1d: spec.CONV1D, Conv2d: spec.CONV2D, Conv3d: spec.CONV3D}
 
 def _forward_transpose(self: Any, input: Tensor, output_size: list[int] | None = None) -> Tensor:
     dims = self._dims
-    if len(self.kernel_size) != dims:
+    if not _has_axes(self, dims):
         return _STOCK_TRANSPOSE[dims].forward(self, input, output_size)  # type: ignore[no-any-return]
     geometry = (self.stride, self.padding, self.kernel_size, dims, self.dilation)
     output_padding = self._output_padding(input, output_size, *geometry)

@@ -88,13 +88,15 @@ def norm_node(
     from_y: bool,
     centered: bool,
     eps: float | None,
-    num_groups: int = 0,
+    num_groups: int | None = None,
 ) -> Tensor | None:
     """Of all norms here, but for gradients of the bias alone."""
     if wrt == {"bias"}:
         return None
-    wants_x = "x" in wrt
-    return kernels.nodes.norm(row, x, weight, bias, num_groups, from_y, centered, wants_x, eps)
+    if num_groups is not None and (type(num_groups) is not int or num_groups < 1):
+        return None
+    groups, wants_x = num_groups or 0, "x" in wrt
+    return kernels.nodes.norm(row, x, weight, bias, groups, from_y, centered, wants_x, eps)
 
 
 _layer_norm = define(spec.LAYER_NORM, _layer_primal, _layer_bwd, _layer_fwd, autocast=widened)

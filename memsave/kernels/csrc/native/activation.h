@@ -86,8 +86,9 @@ OF_FLOATS(float, float, float, , , , LOOP)
 OF_FLOATS(double, double, double, , , , LOOP)
 OF_FLOATS(bfloat16, float, uint16_t, of_bfloat16, back_to_bfloat16, as_bfloat16, WIDE_LOOP)
 
+/* (relu has 0 for a. Where subnormals are to be 0, it is subtraction that makes them so, as torch's maximum does.) */
 #define OF_WIDE_FLOATS(T)                                                               \
-    TO_BITS(relu_##T, T, T, , , uint32_t, flag = !(v <= 0); y[j] = v < 0 ? 0 : v)       \
+    TO_BITS(relu_##T, T, T, , , uint32_t, flag = !(v <= 0); y[j] = (v < 0 ? 0 : v) - a) \
     TO_BITS(softshrink_##T, T, T, , , uint32_t, const int within = (v >= a) & (v <= b); \
             const T w = v < a ? v - a : v - b; flag = !within; y[j] = within ? 0 : w)
 OF_WIDE_FLOATS(float)

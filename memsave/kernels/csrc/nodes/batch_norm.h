@@ -17,7 +17,7 @@ PyObject *batch_norm_eval(PyObject *, PyObject *const *args, Py_ssize_t count) {
     double eps;
     if (!x || !x->numel() || !numbers(args + 6, &eps, 1) || eps < 0) Py_RETURN_NONE;
     if (x->dim() < 2 || !THPVariable_CheckExact(args[2])) Py_RETURN_NONE;
-    const auto own = x->scalar_type(), wide = c10::elementSize(own) < 4 ? at::kFloat : own;
+    const auto own = x->scalar_type(), wide = at::toOpMathType(own);
     /* (On CPU they may have 16 bits, too, all of them.) */
     const bool are_narrow = x->is_cpu() && THPVariable_Unpack(args[2]).scalar_type() == own;
     const auto dtype = are_narrow ? own : wide;
@@ -101,7 +101,7 @@ Tensor batch_norm_eval_backward(AutogradContext *ctx, const Tensor &g) {
     at::DimVector shape(g.dim(), 1);
     shape[1] = kept[0].numel();
     const bool is_narrow = c10::elementSize(g.scalar_type()) < 4;
-    const auto wide = is_narrow ? at::kFloat : g.scalar_type(), dtype = kept[0].scalar_type();
+    const auto wide = at::toOpMathType(g.scalar_type()), dtype = kept[0].scalar_type();
     bool fast = is_final(g) && (dtype == wide || (g.is_cpu() && dtype == g.scalar_type()));
     for (const Tensor &one : kept)
         fast = fast && is_beside(one, g) && one.is_contiguous() && one.numel() == shape[1] &&

@@ -47,7 +47,10 @@ Tensor from_bits(Family family, const Tensor &g, const Tensor &bits, at::IntArra
     if (fast && g.is_cuda()) fast = (kernel = from_bits(g, family));
     if (!fast) {
         const Tensor mask = unpack(bits, g.sizes(), stride);
-        if (family == SCALE) return at::where(mask, a == 1 ? g : g * a, g * b);
+        if (family == SCALE) { /* (As a product, which a sparse gradient has, too.) */
+            const auto options = g.options().layout(at::kStrided).dtype(at::toOpMathType(g.scalar_type()));
+            return (g * at::where(mask, at::full({}, a, options), at::full({}, b, options))).to(g.scalar_type());
+        }
         const Tensor selected = at::where(mask, g, at::zeros({}, g.options()));
         return family == PART ? selected * a : selected;
     }

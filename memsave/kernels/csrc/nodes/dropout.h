@@ -3,7 +3,6 @@
 #pragma once
 
 #include <ATen/CPUGeneratorImpl.h>
-#include <ATen/OpMathType.h>
 
 #include "activation.h"
 #include "philox.h"
@@ -134,7 +133,7 @@ PyObject *dropout(PyObject *, PyObject *const *args, Py_ssize_t count) {
 
 Tensor dropout_from_rng_backward(AutogradContext *ctx, const Tensor &g) {
     at::Generator generator = at::detail::createCPUGenerator();
-    generator.set_state(ctx->get_saved_variables()[0]);
+    generator.set_state(ctx->get_saved_variables()[0].contiguous());
     const Tensor bits = draw(generator, g.numel(), ctx->saved_data.at("p").toDouble());
     TORCH_CHECK(bits.defined(), "The kept state of the random generator is not one of forward.");
     return by_bits(ctx, g, bits);

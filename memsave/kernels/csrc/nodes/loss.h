@@ -2,7 +2,6 @@
 
 #pragma once
 
-#include <ATen/OpMathType.h>
 
 #include "arguments.h"
 #include "cpu.h"
@@ -66,7 +65,7 @@ PyObject *cross_entropy(PyObject *, PyObject *const *args, Py_ssize_t count) {
 /* On a CUDA device, from what cross_entropy_backward has looked at; undefined where there is no kernel. */
 Tensor loss_of_rows(const Tensor &g, const Tensor &x, const Tensor &target, const Tensor &weight, int64_t ignored,
                     bool is_mean, double smoothing) {
-    const auto own = x.scalar_type(), wide = own == at::kDouble ? own : at::kFloat;
+    const auto own = x.scalar_type(), wide = at::toOpMathType(own);
     const int64_t rows = target.numel(), classes = x.size(1), places = rows / x.size(0);
     if (x.numel() > MOST_ELEMENTS || (smoothing && own == at::kDouble)) return {};
     for (const Tensor &one : {g, x, target, weight})
@@ -163,7 +162,7 @@ Tensor cross_entropy_backward(AutogradContext *ctx, const Tensor &given) {
     const bool is_mean = ctx->saved_data.at("is_mean").toBool();
     const double smoothing = ctx->saved_data.at("smoothing").toDouble();
     const int64_t classes = x.size(1), rows = x.numel() / classes, places = rows / x.size(0);
-    const auto own = x.scalar_type(), wide = c10::elementSize(own) < 4 ? at::kFloat : own;
+    const auto own = x.scalar_type(), wide = at::toOpMathType(own);
     bool fast = is_final(given) && fits(x, target) && x.device() == given.device() &&
                 (given.scalar_type() == own || given.scalar_type() == wide) &&
                 (!weight.defined() || is_weight(weight, x)) && (!given.dim() || given.numel() == rows);

@@ -97,7 +97,7 @@ PyObject *norm(PyObject *, PyObject *const *args, Py_ssize_t count) {
     const int64_t groups = PyLong_AsLongLong(args[4]);
     double eps = 0;
     if (PyErr_Occurred()) return nullptr;
-    if (!x || (args[8] != Py_None && !numbers(args + 8, &eps, 1))) Py_RETURN_NONE;
+    if (!x || (args[8] == Py_None ? args[6] == Py_True : !numbers(args + 8, &eps, 1))) Py_RETURN_NONE;
     Vectors vectors;
     if (!vectors_of(args + 2, vectors)) Py_RETURN_NONE;
     return normalized(args[0], *x, vectors, groups, args[5] == Py_True, args[6] == Py_True, args[7] == Py_True,
@@ -287,7 +287,7 @@ variable_list norm_by_operations(const variable_list &gs, const variable_list &k
     const Tensor &array = kept[from_y ? Y : X];
     const Rows of(array, groups);
     const int64_t g0 = of.groups, n = of.count / g0, per = of.features / g0;
-    const auto wide = c10::elementSize(array.scalar_type()) < 4 ? at::kFloat : array.scalar_type();
+    const auto wide = at::toOpMathType(array.scalar_type());
     const auto grouped = [&](const Tensor &t) { return t.to(wide).reshape({n, g0, per, -1}); };
     const auto spread = [&](const Tensor &t) { return t.to(wide).reshape({g0, per, 1}); };
     const auto narrow = [&](const Tensor &t, at::IntArrayRef shape) {
@@ -368,7 +368,7 @@ variable_list norm_of_rows(const Tensor &given, const variable_list &kept, const
                                                                     {wanted[0], wanted[1]});
         return grads;
     }
-    const auto wide = c10::elementSize(array.scalar_type()) < 4 ? at::kFloat : array.scalar_type();
+    const auto wide = at::toOpMathType(array.scalar_type());
     const int64_t itemsize = c10::elementSize(wide);
     int64_t block = 1;
     while (block < features) block *= 2;
@@ -410,7 +410,7 @@ variable_list Norms::norm_backward(AutogradContext *ctx, const variable_list &gs
     bool fast = !gs[1].defined() && is_final(gs[0]) &&
                 gs[0].sizes() == array.sizes() && gs[0].scalar_type() == array.scalar_type();
     const Rows of(array, groups);
-    const auto wide = c10::elementSize(array.scalar_type()) < 4 ? at::kFloat : array.scalar_type();
+    const auto wide = at::toOpMathType(array.scalar_type());
     for (int k = X; k <= RSTD; k++) {
         const Tensor &one = kept[k];
         const int64_t elements = k == X || k == Y ? array.numel() : k == RSTD ? of.count : of.features;
