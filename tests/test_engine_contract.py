@@ -943,6 +943,9 @@ WRONG_CALLS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "no input of alpha_dropout": lambda f, x: f.alpha_dropout(None, training=True),
     "no input of cross_entropy": lambda f, x: f.cross_entropy(None, torch.tensor([1])),
     "axes of adaptive_avg_pool2d": lambda f, x: f.adaptive_avg_pool2d(x.flatten(1), (4, 4)),
+    "momentum of batch_norm in eval mode": lambda f, x: f.batch_norm(
+        x, torch.zeros(3), torch.ones(3), momentum=None
+    ),
     "targets of one example": lambda f, x: f.cross_entropy(x.flatten(), torch.tensor([1, 2])),
 }
 
@@ -1031,6 +1034,18 @@ def test_attributes_that_are_set_later(
         results.append(y if isinstance(y, type) else (y, *torch.autograd.grad(y.square().sum(), x)))
     for actual in results[1:]:
         same(actual, results[0])
+
+
+@pytest.mark.parametrize("padding_idx", [7, -6, 4, -5, 2])
+def test_padding_idx_that_is_set_later(padding_idx: int) -> None:
+    results = []
+    for cls in (nn.Embedding, memsave.nn.EmbeddingCompact):
+        torch.manual_seed(0)
+        module, indices = cls(5, 3), torch.tensor([2, 4, 0])
+        module.padding_idx = padding_idx
+        y = helpers.attempt(module, indices)
+        results.append(y if isinstance(y, type) else torch.autograd.grad(y.sum(), module.weight))
+    same(results[1], results[0])
 
 
 @pytest.mark.filterwarnings("ignore:Initializing zero-element")

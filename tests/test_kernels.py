@@ -989,6 +989,9 @@ def test_offsets_of_another_call_write_nowhere_else(native: Any) -> None:
     dx = native.unpool(g, offsets, windows, Like.of(torch.empty(2, 3, 4, 4)))
     # Windows begin at -5, -3, 3 and 5, of 16 places.
     assert dx.flatten(2).nonzero()[:, 2].unique().tolist() == [3, 5]
+    for of_g, of_offsets in ((2, 1), (1, 2)):
+        g, offsets = torch.ones(of_g, 3, 2, 2), torch.zeros(of_offsets, 3, 2, 2, dtype=torch.uint8)
+        assert native.unpool(g, offsets, windows, Like.of(torch.empty(of_g, 3, 4, 4))) is None
 
 
 @pytest.mark.parametrize("kept", ["x", "y"])

@@ -1109,6 +1109,36 @@ def test_containers_of_others_are_left_alone() -> None:
     assert mnnx.revert(model).functions == functions
 
 
+def test_running_statistics_have_no_gradient() -> None:
+    def loss(model: nnx.BatchNorm, x: jax.Array) -> jax.Array:
+        return (model(x) * 0).sum() + (model.mean[...] * model.var[...]).sum()
+
+    x = jnp.arange(12.0).reshape(4, 3)
+    stock, ours = (
+        nnx.grad(loss, argnums=1)(lib.BatchNorm(3, rngs=nnx.Rngs(0)), x) for lib in (nnx, mnnx)
+    )
+    close(ours, stock)
+
+
+def test_statistics_that_are_given_are_nobody_elses() -> None:
+    """Whatever axis there is over which those of a batch would be taken."""
+    norm = mnnx.BatchNorm(3, axis_name="i", use_running_average=True, rngs=nnx.Rngs(0))
+    report = memsave_jax.report(lambda x: norm(x).sum(), jnp.ones((64, 3)), compiled=False)
+    assert report.now == 0
+
+
+@pytest.mark.parametrize("name", ["PReLU", "PReLUFromInput"])
+def test_a_slope_per_element(name: str) -> None:
+    """Which the functions do not take."""
+    x = jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
+    results = []
+    for cls in (nnx.PReLU, getattr(mnnx, name)):
+        layer = cls()
+        layer.negative_slope = nnx.Param(x / 2)
+        results.append(jax.grad(lambda x, layer=layer: (layer(x) ** 2).sum())(x))
+    close(results[1], results[0])
+
+
 @pytest.mark.parametrize(
     ("layer", "x"),
     [

@@ -492,6 +492,28 @@ def test_inference_mode(fake: bool) -> None:
     assert report.converted < report.stock
 
 
+def test_what_a_module_made_in_inference_mode() -> None:
+    """It has no version that could tell whether it was overwritten."""
+    model = Net()
+    with torch.inference_mode():
+        model.cache = torch.ones(3)
+    assert memsave.report(model, torch.ones(2, 3, 8, 8)).stock
+
+
+def test_a_dry_run_within_another() -> None:
+    class Lazy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.part = memsave.nn.ReLU(), None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.part is None:
+                self.part = memsave.convert(nn.Sequential(nn.ReLU()), x)
+            return self.layer(x * 2)
+
+    assert memsave.report(Lazy(), torch.ones(80, requires_grad=True)).converted == 80 // 8
+
+
 def test_a_model_that_is_offloaded() -> None:
     """Its parameters are elsewhere, and come with each call."""
     accelerate = pytest.importorskip("accelerate")

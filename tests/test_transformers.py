@@ -341,6 +341,21 @@ def test_what_computes_something_else_is_left_alone(
     assert entry.status == ("converted" if recognised else "skipped")
 
 
+def test_classes_of_the_users_own_are_left_alone() -> None:
+    """Whatever they compute."""
+    model = nn.Sequential(Plain(), nn.Linear(4, 4))
+    memsave.convert(model)
+    assert type(model[0]) is Plain
+
+
+def test_a_weight_that_broadcasts() -> None:
+    stock = of("llama", "LlamaRMSNorm")(33)
+    ours = memsave.convert(nn.Sequential(copy.deepcopy(stock)))[0]
+    assert type(ours) is not type(stock)
+    x = torch.tensor([[-2.0], [0.5]], requires_grad=True)
+    same(*(torch.autograd.grad(layer(x).square().sum(), x) for layer in (ours, stock)))
+
+
 class WithAProperty(Plain):
     """Of which no instance can be made by setting its attributes."""
 

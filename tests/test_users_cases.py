@@ -7,6 +7,7 @@ kept one by one so that a name says which one is back.
 
 import copy
 import math
+import warnings
 from typing import Any
 
 import helpers
@@ -811,6 +812,27 @@ def test_a_frozen_convolution_to_the_same_size_under_autocast_keeps_its_weight()
     with torch.autocast("cpu"):
         size = helpers.kept(lambda: layer(x), [x, *layer.parameters()])
     assert size <= 2 * layer.weight.numel()
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        *(("dropout1d", (4, 6)), ("dropout3d", (4, 5, 6, 2))),  # one example
+        *(("dropout2d", (4, 5, 6)), ("dropout2d", (2, 4, 5, 6, 2))),  # of which stock warns
+    ],
+)
+def test_dropout_of_channels_of_other_axes(name: str, shape: tuple[int, ...]) -> None:
+    results, told = [], []
+    for f in (nn.functional, memsave.functional):
+        x = torch.ones(shape, requires_grad=True)
+        torch.manual_seed(0)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            y = getattr(f, name)(x, 0.5, True)
+        results.append((y, *torch.autograd.grad(y.sum(), x)))
+        told.append([str(warning.message) for warning in caught])
+    same(results[1], results[0], rtol=0, atol=0)
+    assert told[1] == told[0]
 
 
 def test_dropout_of_nothing_draws_nothing() -> None:
