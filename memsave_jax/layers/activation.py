@@ -153,7 +153,12 @@ def _prelu_bwd(
     grads = {}
     if "x" in wrt:
         grads["x"] = _sloped(g, positive(saved, g.shape), _slopes(g, saved["weight"]))
-    if "weight" in wrt:
+    if "weight" in wrt and 0 in g.shape:
+        # (A zero that in a shard_map may differ between devices, as g may.)
+        grads["weight"] = jnp.broadcast_to(
+            g.sum().astype(shapes["weight"].dtype), shapes["weight"].shape
+        )
+    elif "weight" in wrt:
         x = saved["x"]
         transpose = jax.linear_transpose(lambda w: _slopes(g, w) * x, shapes["weight"])
         (grads["weight"],) = transpose(jnp.where(x >= 0, jnp.zeros((), g.dtype), g))
@@ -165,14 +170,12 @@ def _define_prelu(row: Layer, positive: Function, fwd: Function | None) -> Funct
         return _prelu_bwd(positive, g, wrt, saved, shapes)
 
     layout = {"x": "n *s c", "y": "n *s c", **dict.fromkeys(row.extras, "n *s c")}
-    return define(row, _prelu_primal, bwd, fwd, layout=layout, stock_op=_has_no_gradient)
+    return define(row, _prelu_primal, bwd, fwd, layout=layout, stock_op=_of_integers)
 
 
-def _has_no_gradient(x: Array, weight: Array) -> bool:
-    """To take that of the slope from: integers, or nothing (of which JAX does not know in a
-    ``shard_map`` that it may differ between devices).
-    """
-    return not jnp.issubdtype(x.dtype, jnp.inexact) or 0 in x.shape
+def _of_integers(x: Array, weight: Array) -> bool:
+    """Which have no gradient to take that of the slope from."""
+    return not jnp.issubdtype(x.dtype, jnp.inexact)
 
 
 _prelu = _define_prelu(
