@@ -2,7 +2,6 @@
 
 #pragma once
 
-
 #include "arguments.h"
 #include "cpu.h"
 #include "cuda.h"
