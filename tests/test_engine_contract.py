@@ -1008,10 +1008,14 @@ def test_what_is_of_another_type_is_refused_as_stock_refuses_it(name: str) -> No
 
 
 #: What a module is made of, and an attribute that somebody sets later.
-SET_LATER: list[tuple[str, tuple[int, ...], str, Any]] = [
+SET_LATER: list[tuple[str, tuple[Any, ...], str, Any]] = [
     *(("BatchNorm2d", (4,), "training", value) for value in (1, 0)),
     *(("Conv2d", (4, 4, 3), "kernel_size", value) for value in (3, None, [3, 3], (3, 3, 3))),
     *(("ConvTranspose2d", (4, 4, 3), "kernel_size", value) for value in (3, None, [3, 3])),
+    *(
+        ("Conv2d", (4, 4, 3, 1, 1, 1, 1, True, padding_mode), "weight", None)
+        for padding_mode in ("zeros", "circular", "reflect")
+    ),
     *(("GroupNorm", (2, 4), "num_groups", value) for value in (0, -1, True, 1)),
     *(("GroupNorm", (2, 4), "eps", value) for value in (None, 1)),
     *(("LayerNorm", (4,), "eps", value) for value in (None, 1)),
@@ -1021,7 +1025,7 @@ SET_LATER: list[tuple[str, tuple[int, ...], str, Any]] = [
 
 @pytest.mark.parametrize(("name", "arguments", "attribute", "value"), SET_LATER)
 def test_attributes_that_are_set_later(
-    name: str, arguments: tuple[int, ...], attribute: str, value: Any
+    name: str, arguments: tuple[Any, ...], attribute: str, value: Any
 ) -> None:
     """They are taken, or refused, as by stock."""
     results = []
