@@ -1380,6 +1380,7 @@ def test_sizes_of_adaptive_pooling_that_are_no_ints(pool: str, size: Any) -> Non
 
 @pytest.mark.parametrize("few", [0, 2**17])
 @pytest.mark.parametrize("shape", [(2, 3, 5, 7), (4, 3)])
+@pytest.mark.usefixtures("by_nodes_and_by_rules")
 def test_batch_norm_in_eval_mode_of_few_elements_and_of_many(few, shape, monkeypatch) -> None:
     """Of few, its gradient is one operation."""
     monkeypatch.setattr(batch_norm, "FEW_ELEMENTS", few)
@@ -1391,6 +1392,7 @@ def test_batch_norm_in_eval_mode_of_few_elements_and_of_many(few, shape, monkeyp
 
 
 @pytest.mark.parametrize("strided", [2, 3], ids=["variance", "weight"])
+@pytest.mark.usefixtures("by_nodes_and_by_rules")
 def test_batch_norm_in_eval_mode_with_vectors_that_are_not_contiguous(strided) -> None:
     """Stock's backward reads them as if they were, of rows."""
     args = [torch.randn(4, 3).requires_grad_(), *(torch.rand(3) + 0.5 for _ in range(4))]

@@ -112,15 +112,14 @@ FEW_ELEMENTS = 2**17
 
 def _scaled(g: Tensor, var: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """The gradient of ``x`` in eval mode."""
-    wide = wide_dtype(g.dtype)
     at_once = (g.numel() < FEW_ELEMENTS or g.itemsize < 4) and g.is_cpu and is_final(g)
     # (Of rows, that operation reads vectors as if they were contiguous.)
     vectors = [v for v in (var, weight) if v is not None]
-    are_alike = {v.dtype for v in vectors} in ({g.dtype}, {wide})
-    if at_once and are_alike and all(v.is_contiguous() for v in vectors):
+    if at_once and all(v.is_contiguous() for v in vectors):
         # It reads x and the mean, for which g and the variance stand in, for the other two alone.
         args = (g, g, weight, var, var, None, None, False, eps, [True, False, False])
         return torch.ops.aten.native_batch_norm_backward(*args)[0]
+    wide = wide_dtype(g.dtype)
     scale = var.to(wide).add(eps).rsqrt()
     if weight is not None:
         scale = scale * weight.to(wide)
