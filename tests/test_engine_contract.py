@@ -1360,6 +1360,23 @@ def test_averages_of_no_places(size: Any) -> None:
         y.sum().backward()
 
 
+@pytest.mark.parametrize("ceil_mode", [False, True])
+@pytest.mark.parametrize("size", [4, 5, 6])
+@pytest.mark.usefixtures("by_nodes_and_by_rules")
+def test_windows_of_max_pooling(size: int, ceil_mode: bool) -> None:
+    """The last one may begin in the padding on the right, and then is none; numbers may be such as
+    no index has.
+    """
+    strides, dilations = (1, 2, 3, 4, 5, 1 << 31, 1 << 33), (1, 2, 1 << 31, 1 << 33)
+    x = torch.randn(2, size, requires_grad=True)
+    for options in itertools.product((1, 2, 3), strides, (0, 1), dilations, [ceil_mode]):
+        actual, expected = (
+            helpers.attempt(outcome, module.max_pool1d, [x, *options])
+            for module in (memsave.functional, nn.functional)
+        )
+        same(actual, expected)
+
+
 def test_gradient_of_windows_of_nothing_but_padding() -> None:
     """Dilated ones may be so. It is somewhere in the input: stock's places may lie outside."""
     x = torch.zeros(1, 1, 1, requires_grad=True)
