@@ -918,6 +918,7 @@ ERRORS = {
 
 @pytest.mark.parametrize("wanted", [True, False], ids=["input wants a gradient", "it does not"])
 @pytest.mark.parametrize("case", ERRORS)
+@pytest.mark.usefixtures("by_nodes_and_by_rules")
 def test_errors_are_stock_errors(case: str, wanted: bool) -> None:
     """Same type, raised at forward. (The properties draw valid calls only.)"""
     make, x = ERRORS[case]
@@ -940,6 +941,7 @@ WRONG_CALLS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "value beyond float32": lambda f, x: f.threshold(x, 0.0, 1e39),
     "value of reflected padding": lambda f, x: f.pad(x, [1, 1], "reflect", 3.0),
     "weight of prelu": lambda f, x: f.prelu(x, 0.2),
+    "axes of the weight of prelu": lambda f, x: f.prelu(x, torch.full((1, 1), 0.2)),
     "no input of alpha_dropout": lambda f, x: f.alpha_dropout(None, training=True),
     "no input of cross_entropy": lambda f, x: f.cross_entropy(None, torch.tensor([1])),
     "axes of adaptive_avg_pool2d": lambda f, x: f.adaptive_avg_pool2d(x.flatten(1), (4, 4)),
@@ -951,6 +953,7 @@ WRONG_CALLS: dict[str, Callable[[Any, Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("call", WRONG_CALLS.values(), ids=WRONG_CALLS)
+@pytest.mark.usefixtures("by_nodes_and_by_rules")
 def test_errors_of_functions_are_stock_errors(call: Callable[[Any, Tensor], Tensor]) -> None:
     x = BATCH.clone().requires_grad_()
     expected, actual = (helpers.attempt(call, f, x) for f in (nn.functional, memsave.functional))
@@ -1016,6 +1019,10 @@ SET_LATER: list[tuple[str, tuple[Any, ...], str, Any]] = [
         ("Conv2d", (4, 4, 3, 1, 1, 1, 1, True, padding_mode), "weight", None)
         for padding_mode in ("zeros", "circular", "reflect")
     ),
+    *(
+        ("Conv2d", (4, 4, 3, 1, 1, 1, 1, True, padding_mode), "padding", (2, 0))
+        for padding_mode in ("zeros", "circular", "reflect")
+    ),
     *(("GroupNorm", (2, 4), "num_groups", value) for value in (0, -1, True, 1)),
     *(("GroupNorm", (2, 4), "eps", value) for value in (None, 1)),
     *(("LayerNorm", (4,), "eps", value) for value in (None, 1)),
@@ -1024,6 +1031,7 @@ SET_LATER: list[tuple[str, tuple[Any, ...], str, Any]] = [
 
 
 @pytest.mark.parametrize(("name", "arguments", "attribute", "value"), SET_LATER)
+@pytest.mark.usefixtures("by_nodes_and_by_rules")
 def test_attributes_that_are_set_later(
     name: str, arguments: tuple[Any, ...], attribute: str, value: Any
 ) -> None:
