@@ -579,6 +579,7 @@ def test_batched_gradients(row: Layer) -> None:
 
 
 @every_row
+@pytest.mark.usefixtures("by_nodes_and_by_rules")
 def test_tensors_that_escaped_from_a_transform(row: Layer) -> None:
     """They are wrappers of what ``torch.func`` has left, and say that they want a gradient."""
 
@@ -595,7 +596,8 @@ def test_tensors_that_escaped_from_a_transform(row: Layer) -> None:
         for place, arg in zip(given, escaped, strict=True):
             args[place] = arg
         torch.manual_seed(2)
-        return [first(function(*args, **options))]
+        y = first(function(*args, **options))
+        return [y, torch.tensor(y.requires_grad)]
 
     actual, expected = both(row, run)
     same(actual, expected)
