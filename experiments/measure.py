@@ -72,7 +72,8 @@ def peak_bytes(
 
 def _allocations(function: Callable[[], Any]) -> list[int]:
     """Bytes that the CPU's allocator hands out in a call, and (negative) gets back, in order."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    cpu = [ProfilerActivity.CPU]
+    with profile(activities=cpu, profile_memory=True, acc_events=True) as profiler:
         result = function()
     del result
     # Not public: the events of the profiler's public list leave out the order of frees.

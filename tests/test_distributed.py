@@ -5,9 +5,9 @@ parameters, and whether converted before or after wrapping; and layers called on
 """
 
 import os
-import socket
 import time
 from collections.abc import Callable
+from tempfile import TemporaryDirectory
 
 import helpers
 import pytest
@@ -32,11 +32,13 @@ import memsave.nn
 SECONDS = 120
 
 
-def _process(rank: int, port: int, work: Callable[[int], None]) -> None:
-    """One of two processes; without the network, hence on the loopback interface."""
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
+def _process(rank: int, meeting: str, work: Callable[[int], None]) -> None:
+    """One of two processes; without the network, hence on the loopback interface. They meet in a
+    file, as a port that is free now may not be when they have started.
+    """
+    os.environ.update(GLOO_SOCKET_IFNAME="lo")
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=2)
+    dist.init_process_group("gloo", f"file://{meeting}", rank=rank, world_size=2)
     try:
         work(rank)
     finally:
@@ -48,20 +50,18 @@ def _process(rank: int, port: int, work: Callable[[int], None]) -> None:
 
 def on_two_processes(work: Callable[[int], None]) -> None:
     """Run ``work(rank)``, a function of this module; a failure of either is a failure here."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    processes = multiprocessing.start_processes(
-        _process, (port, work), nprocs=2, join=False, start_method="spawn"
-    )
-    deadline = time.monotonic() + SECONDS
-    try:
-        while not processes.join(timeout=1):
-            if time.monotonic() > deadline:
-                pytest.fail(f"two processes took more than {SECONDS} s")
-    finally:
-        for process in processes.processes:
-            process.kill()
+    with TemporaryDirectory() as folder:
+        processes = multiprocessing.start_processes(
+            _process, (f"{folder}/meeting", work), nprocs=2, join=False, start_method="spawn"
+        )
+        deadline = time.monotonic() + SECONDS
+        try:
+            while not processes.join(timeout=1):
+                if time.monotonic() > deadline:
+                    pytest.fail(f"two processes took more than {SECONDS} s")
+        finally:
+            for process in processes.processes:
+                process.kill()
 
 
 def network(frozen: bool = False) -> nn.Module:

@@ -1379,9 +1379,9 @@ def test_windows_of_max_pooling(size: int, ceil_mode: bool) -> None:
     """
     strides, dilations = (1, 2, 3, 4, 5, 1 << 31, 1 << 33), (1, 2, 1 << 31, 1 << 33)
     x = torch.randn(2, size, requires_grad=True)
-    for options in itertools.product((1, 2, 3), strides, (0, 1), dilations, [ceil_mode]):
+    for windows in itertools.product((1, 2, 3), strides, (0, 1), dilations, [ceil_mode]):
         actual, expected = (
-            helpers.attempt(outcome, module.max_pool1d, [x, *options])
+            helpers.attempt(outcome, module.max_pool1d, [x, *windows])
             for module in (memsave.functional, nn.functional)
         )
         same(actual, expected)

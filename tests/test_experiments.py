@@ -28,7 +28,6 @@ from memsave import kernels
 from memsave_jax import _xla
 
 
-@pytest.mark.filterwarnings("ignore:.*profiler")
 def test_peak_counts_what_lives_at_once():
     def step() -> None:
         a = torch.empty(1000, dtype=torch.uint8)
@@ -99,7 +98,6 @@ class Network(nn.Module):
         return self.loss(self.body(x * 2), labels)
 
 
-@pytest.mark.filterwarnings("ignore:.*profiler")
 @pytest.mark.parametrize("convert", [False, True])
 @pytest.mark.parametrize("frozen", [False, True])
 def test_counted_peak_is_that_of_the_allocator(convert, frozen, monkeypatch):

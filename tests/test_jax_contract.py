@@ -1115,6 +1115,7 @@ def test_xla_is_told_what_to_keep_where_it_would_keep_more(
         monkeypatch.setattr(jax, "default_backend", lambda backend=backend: backend)
         jax.clear_caches()
         program = str(jax.make_jaxpr(jax.grad(step))(jnp.ones((4, 8), dtype)))
+        jax.clear_caches()
         assert ("optimization_barrier" in program) == (backend in behind_barrier_on.split())
 
 

@@ -245,14 +245,13 @@ def test_triton_that_cannot_compile_is_left_alone(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(cuda, "_is_here", lambda x: True)
     monkeypatch.setattr(cuda, "_loops", fail)
-    cuda._works.clear()
+    monkeypatch.setattr(cuda, "_works", {})
     x = torch.randn(9)
     with pytest.warns(
         UserWarning, match="without kernels on cpu: Failed to find C compiler"
     ) as seen:
         assert cuda.relu(x, False) is cuda.piecewise(x, False, "hardtanh", -1.0, 1.0) is None
     assert len(seen) == 1
-    cuda._works.clear()
 
 
 def test_everything_works_without_them() -> None:
@@ -271,7 +270,7 @@ ours = torch.nn.Sequential(memsave.nn.LeakyReLU(), memsave.nn.MaxPool2d(2), mems
 expected, actual = (torch.autograd.grad(layers(x).sum(), x)[0] for layers in (stock, ours))
 assert actual.equal(expected)
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
 
 
 def test_a_torch_that_shows_its_tensors_in_python_alone() -> None:
@@ -286,7 +285,7 @@ assert not kernels.are_arrays(torch.randn(3))
 x = torch.randn(3, requires_grad=True)
 assert torch.autograd.grad(nn.ReLU()(x).sum(), x)[0].equal((x > 0).float())
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
 
 
 def test_kernels_of_other_devices_leave_the_cpu_alone() -> None:
@@ -306,7 +305,7 @@ for name, *args in calls:
     assert getattr(cuda, name)(*args) is None, name
 assert "triton" not in sys.modules
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
 
 
 COMPILE = """
@@ -836,7 +835,7 @@ if not child:
     os._exit(not (y.numpy() == x.numpy().clip(0)).all())
 os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
 
 
 def test_threads_at_once() -> None:

@@ -825,7 +825,6 @@ TAKE_MEMORY = [
 
 
 @needs_nodes
-@pytest.mark.filterwarnings("ignore:.*profiler")
 @pytest.mark.parametrize("layer", TAKE_MEMORY, ids=str)
 def test_a_gradient_takes_the_memory_of_one_that_nobody_has(layer: nn.Module) -> None:
     layer.requires_grad_(isinstance(layer, memsave.nn.RMSNorm))
@@ -859,7 +858,6 @@ def test_a_gradient_that_somebody_has_stays_as_it_is(
     same(dx, x.grad, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.filterwarnings("ignore:.*Profiler clears events:UserWarning")
 @pytest.mark.parametrize("mode", ["circular", "reflect", "replicate"])
 def test_peak_of_backward_of_a_padding_mode(mode: str) -> None:
     """The padded copies of the input and of its gradient are there one after the other."""
@@ -1543,7 +1541,7 @@ if not child:
     os._exit(not run())
 os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
 
 
 @needs_nodes
@@ -1557,7 +1555,7 @@ torch.func.grad(lambda x: nn.RMSNorm(4)(x).sum())(torch.randn(2, 4))
 x = torch.randn(4, requires_grad=True)
 assert type(functional.relu(x).grad_fn).__name__ == "MemsaveLayerBackward"
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
 
 
 @pytest.mark.parametrize("name", ["_native", *([kernels.nodes.NAME] if kernels.nodes else [])])
@@ -1574,7 +1572,7 @@ assert kernels.nodes is None
 x = torch.randn(4, requires_grad=True)
 assert type(functional.relu(x).grad_fn).__name__ == "MemsaveReluBackward"
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
 
 
 def test_those_of_another_torch_are_not_loaded() -> None:
@@ -1588,4 +1586,4 @@ assert kernels.nodes is None
 x = torch.randn(4, requires_grad=True)
 assert type(functional.relu(x).grad_fn).__name__ == "MemsaveReluBackward"
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)

@@ -271,8 +271,10 @@ def test_pickles_of_layers_that_somebody_else_registers_for() -> None:
     class Other(STOCK[type(layer)]):
         pass
 
-    saved = pickle.dumps(layer)
-    memsave.unregister(Other)
+    try:
+        saved = pickle.dumps(layer)
+    finally:
+        memsave.unregister(Other)
     assert type(pickle.loads(saved)) is type(layer)
 
 
