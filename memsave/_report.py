@@ -8,7 +8,7 @@ the table predicts; the two agree to the byte.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,11 +20,14 @@ from ._dry_run import Trainable, dry_run
 from ._functional_mode import outside
 from ._text import Coverage, columns, human
 from ._trace import KINDS, Trace
+from .layers.module import STOCK
 
 
 @dataclass(frozen=True)
 class Row:
     """One layer of the report. All sizes in bytes.
+
+    ``layer`` is its class now and, if that has another name, converted.
 
     A tensor that several layers keep counts once, at the first: ``stock``, ``now`` and
     ``converted`` add up to the totals. The split shows all that the layer holds now.
@@ -149,6 +152,7 @@ def report(
     run = functools.partial(dry_run, model, inputs, kwargs, trainable, fake)
     status = {entry.status for entry in coverage(model)}
     modules = dict(model.named_modules())
+    before = {name: type(module) for name, module in modules.items()}
     now = run()
     with classes_restored(model):
         revert(model)
@@ -158,7 +162,14 @@ def report(
         place(least(model, layers(model), run))
         converted = run()
         rows = [
-            _row(name, modules, stock, now, converted)
+            _row(
+                name,
+                _classes(before[name], type(modules[name])),
+                was_inside or type(modules[name]) in STOCK,
+                stock,
+                now,
+                converted,
+            )
             for name in {**stock.kept, **now.kept, **converted.kept}
         ]
     table = {call.module for call in converted.predictions}
@@ -179,19 +190,22 @@ def report(
     )
 
 
-def _row(
-    name: str, modules: Mapping[str, nn.Module], stock: Trace, now: Trace, converted: Trace
-) -> Row:
+def _classes(now: type, converted: type) -> str:
+    names = dict.fromkeys(cls.__name__ for cls in (now, converted))
+    return " -> ".join(names)
+
+
+def _row(name: str, layer: str, was_asked: bool, stock: Trace, now: Trace, converted: Trace) -> Row:
     calls = [call for call in converted.predictions if call.module == name]
     kinds = now.kinds.get(name, dict.fromkeys(KINDS, 0))
     if calls:
         reason = "; ".join(dict.fromkeys(call.row.reason(call.wrt) for call in calls))
     else:
         ops = [op for op, size in converted.ops.get(name, {}).items() if size]
-        reason = _reason_of_ops(ops) or "keeps nothing of its own"
+        reason = _reason_of_ops(ops, was_asked) or "keeps nothing of its own"
     return Row(
         name,
-        type(modules[name]).__name__,
+        layer,
         tuple(dict.fromkeys(arg for call in calls for arg in call.row.reads if arg in call.wrt)),
         stock.kept.get(name, 0),
         now.kept.get(name, 0),
@@ -201,12 +215,14 @@ def _row(
     )
 
 
-def _reason_of_ops(ops: list[str]) -> str:
-    """Which of torch's functions keep something, that no layer has run."""
+def _reason_of_ops(ops: list[str], was_asked: bool) -> str:
+    """Which of torch's functions keep something, that no layer has run (or left to stock)."""
     called = [op for op in ops if op.removesuffix("_") in functional.__all__]
     others = [op for op in ops if op not in called]
     reasons = {
-        "called as functions (see memsave.functional_mode)": called,
+        "stock's, as the row does not cover this call"
+        if was_asked
+        else "called as functions (see memsave.functional_mode)": called,
         "not in the table": others,
     }
     return "; ".join(f"{why}: {', '.join(names)}" for why, names in reasons.items() if names)

@@ -637,6 +637,35 @@ def test_tied_parameters_of_which_one_name_is_wanted():
         assert report.now == memsave.report(model, x).now > 0
 
 
+def test_a_class_that_convert_would_change():
+    """Without example inputs, a ReLU keeps its bits even where a trained layer keeps its output."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    for layer in ("ReLU -> ReLUFromOutput", "ReLUFromOutput"):
+        assert [row.layer for row in memsave.report(model, torch.ones(2, 4)).rows][1] == layer
+        memsave.convert(model, torch.ones(2, 4))
+
+
+def test_calls_that_a_converted_layer_leaves_to_stock():
+    """They are not for want of a conversion."""
+    x = torch.randn(4, 8, requires_grad=True)
+    (row,) = memsave.report(memsave.convert(nn.CrossEntropyLoss()), x, x.softmax(1)).rows
+    assert row.reason == "stock's, as the row does not cover this call: cross_entropy"
+    with memsave.functional_mode():
+        (row,) = memsave.report(Calls(F.cross_entropy), x, x.softmax(1)).rows
+    assert row.reason == "stock's, as the row does not cover this call: cross_entropy"
+    (row,) = memsave.report(Calls(F.cross_entropy), x, x.softmax(1)).rows
+    assert row.reason == "called as functions (see memsave.functional_mode): cross_entropy"
+
+
+class Calls(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args):
+        return self.function(*args)
+
+
 def test_inputs_that_are_parts_of_the_model():
     model = Applies(nn.Linear(4, 4), lambda part, x, head: head(x))
     report = memsave.report(model, torch.ones(2, 4, requires_grad=True), model.part)
