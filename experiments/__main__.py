@@ -172,6 +172,8 @@ def _run(name: str, args: argparse.Namespace, rest: list[str], argv: Sequence[st
         workers=args.workers,
         one_process=getattr(args, "one_process", False),
     )
+    if not cases:
+        return _fail(f"{name} has no case of these options")
     if not only:
         return _fail(f"no case of {name} contains {args.only!r}; the first of them: {cases[0]}")
     large = run.too_large()

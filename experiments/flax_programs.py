@@ -74,8 +74,7 @@ def cases(config: Config) -> Iterator[Case]:
     """By net and layer. A model has a scenario, and its own dtype and width."""
     for net in config.nets:
         is_model = net not in LAYERS
-        names = [s.name for s in flax_scenarios.MODELS[net].scenarios] if is_model else LAYERS[net]
-        for name in names:
+        for name in _names(net):
             if config.layers and name not in config.layers:
                 continue
             if is_model:
@@ -83,6 +82,11 @@ def cases(config: Config) -> Iterator[Case]:
                 continue
             for dtype, wanted in itertools.product(config.dtypes, config.wanted):
                 yield Case(net, name, dtype, wanted, config.width, config.target)
+
+
+def _names(net: str) -> tuple[str, ...]:
+    """The layers that go into it, or the scenarios of a model."""
+    return LAYERS.get(net) or tuple(s.name for s in flax_scenarios.MODELS[net].scenarios)
 
 
 def _layer(name: str, x: Array, vector: Array, key: Array) -> Array:
@@ -251,6 +255,9 @@ EXPERIMENT = Experiment(
     },
     choices={
         "nets": {*LAYERS, *flax_scenarios.MODELS},
+        "layers": dict.fromkeys(
+            name for net in (*LAYERS, *flax_scenarios.MODELS) for name in _names(net)
+        ),
         "dtypes": DTYPES,
         "wanted": WANTED,
         "target": hlo.TARGETS,

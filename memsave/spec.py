@@ -15,7 +15,8 @@ residual   what backward may read: an argument, ``y``, or an extra.
 Axes
 ----
 ``"*n c h w"`` names the axes of an array; ``*n`` stands for any number of them. ``i/groups`` is an
-axis whose size is that of ``i`` divided by the option ``groups``.
+axis whose size is that of ``i`` divided by the option ``groups``. Axes of the output that no
+argument has (``oh`` of a convolution, ``*m`` where one is summed or halved) are of any size.
 
 Adding a layer is one row here, one rule in each backend (see CONTRIBUTING.md), and no test code.
 """

@@ -106,7 +106,7 @@ class Jax:
 
     def has_backward(self, row: Layer) -> bool:
         """Whether it has a backward of its own for a row, or stock's."""
-        return self.rules[row.name].bwd is not None
+        return row.name in self.rules and self.rules[row.name].bwd is not None
 
     def changed(self, name: str, **fields: Any) -> Jax:
         """The same, with another rule for the row of this name."""
@@ -327,7 +327,7 @@ class Jax:
     def _g(self, row: Layer, outputs: Any, case: Case) -> Any:
         """The incoming gradient; zero for all but the first output."""
         y = outputs[0] if isinstance(outputs, tuple) else outputs
-        order = permutation(row.y, self.rules[row.name].layout["y"], y.ndim)
+        order = _order(row.y, self.rules[row.name].layout["y"], y.ndim)
         shape = tuple(y.shape[axis] for axis in np.argsort(order))
         g = jnp.asarray(case.values("g", shape).transpose(order), y.dtype)
         g = lax.optimization_barrier(g)  # no constant, with which XLA rounds otherwise
@@ -340,9 +340,17 @@ class Jax:
         values = np.asarray(array.astype(jnp.float64))
         if name:
             axes = row.y if name == "y" else row.args[name]
-            order = permutation(axes, self.rules[row.name].layout[name], array.ndim)
+            order = _order(axes, self.rules[row.name].layout[name], array.ndim)
             values = values.transpose(np.argsort(order))
         return Array(str(array.dtype), values.shape, (), values)
+
+
+def _order(axes: str, to: str, ndim: int) -> tuple[int, ...]:
+    """As :func:`permutation`; of another number of axes than those, as they are."""
+    try:
+        return permutation(axes, to, ndim)
+    except ValueError:
+        return tuple(range(ndim))
 
 
 class Call:
@@ -390,5 +398,5 @@ def _key(seed: int) -> Any:
 def _argument(rule: Rule, case: Case, name: str, shape: tuple[int, ...]) -> jax.Array:
     values = case.values(name, shape)
     with contextlib.suppress(ValueError):  # of a flawed case
-        values = values.transpose(permutation(rule.row.args[name], rule.layout[name], values.ndim))
+        values = values.transpose(_order(rule.row.args[name], rule.layout[name], values.ndim))
     return jnp.asarray(values, case.dtypes[name])

@@ -66,9 +66,14 @@ def check_gradient_equals_stock(backend: Any, row: Layer, case: Case) -> None:
 
 
 def check_fails_as_stock(backend: Any, row: Layer, case: Case) -> None:
-    """Forward raises stock's type of error, or returns stock's shapes and dtypes."""
+    """Forward raises stock's type of error, or returns stock's shapes and dtypes; and where stock
+    takes what the row's axes do not fit (it broadcasts, say), the gradients are stock's. (A row
+    for wide dtypes never gets narrow ones, which are drawn here.)
+    """
     ours, stock = backend.outcome(row, case), backend.outcome(row, case, stock=True)
     assert ours == stock, f"{ours}, stock: {stock}"
+    if not isinstance(stock, type) and not row.wide and backend.accepts(row, case):
+        check_gradient_equals_stock(backend, row, case)
 
 
 def check_keeps_what_the_table_says(backend: Any, row: Layer, case: Case) -> None:

@@ -28,7 +28,7 @@ import memsave
 import memsave.nn
 from memsave import spec
 from memsave.layers.modes import FUNCTIONS
-from memsave.layers.module import ROWS, STOCK
+from memsave.layers.module import ROWS, STOCK, derive
 
 
 def classes(model: nn.Module) -> list[type]:
@@ -81,6 +81,14 @@ def test_every_function_is_public() -> None:
     """The list that is written out, ``memsave.functional``, follows the layers."""
     missing = functions_of_rows(memsave.layers) - {*memsave.functional.__all__}
     assert not missing, "import them in memsave/functional.py, and name them in its __all__"
+
+
+def test_every_module_is_public() -> None:
+    """As is that of the modules, ``memsave.nn``. (Classes made for others have no name of ours.)"""
+    written = {cls for cls in STOCK if cls.__module__.startswith("memsave.layers.")}
+    names = {cls.__name__ for cls in written if cls.__module__ != derive.__module__}
+    missing = names - {*memsave.nn.__all__}
+    assert not missing, "import them in memsave/nn.py, and name them in its __all__"
 
 
 def test_in_place_and_back() -> None:

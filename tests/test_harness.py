@@ -282,6 +282,8 @@ def test_unknown_names_and_options(tmp_path, capsys):
     assert "number=1" in capsys.readouterr().err
     assert run(tmp_path, "--numbers", "1001") == 2
     assert "toy_experiment has no numbers 1001" in capsys.readouterr().err
+    assert run(tmp_path, "--numbers") == 2
+    assert "toy_experiment has no case of these options" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 

@@ -62,7 +62,7 @@ class Torch:
 
     def has_backward(self, row: Layer) -> bool:
         """Whether it has a backward of its own for a row, or stock's."""
-        return self.rules[row.name].bwd is not None
+        return row.name in self.rules and self.rules[row.name].bwd is not None
 
     def changed(self, name: str, **fields: Any) -> Torch:
         """The same, with another rule for the row of this name (which a node would not run)."""
@@ -290,7 +290,8 @@ class TorchInPython(Torch):
 
     def checks(self, row: Layer, check: Any = None) -> bool:
         """Whether the row has a node, so that :class:`Torch` leaves out the rule."""
-        return function.RULES[row.name].node is not None
+        rule = function.RULES.get(row.name)
+        return rule is not None and rule.node is not None
 
 
 def _leaves(case: Case) -> dict[str, Tensor | None]:
