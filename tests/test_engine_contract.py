@@ -1050,6 +1050,17 @@ def test_attributes_that_are_set_later(
         same(actual, results[0])
 
 
+@pytest.mark.usefixtures("by_nodes_and_by_rules")
+@pytest.mark.parametrize("axes", [1, 2, 3])
+@pytest.mark.parametrize("probabilities", [False, True])
+def test_axes_of_the_weight_of_one_class(axes: int, probabilities: bool) -> None:
+    """Stock takes any."""
+    target = torch.full((6, 1, 2), 0.5) if probabilities else torch.zeros(6, 2).long()
+    args = [torch.randn(6, 1, 2, requires_grad=True), target, torch.full((1,) * axes, 0.5)]
+    expected = helpers.attempt(outcome, nn.functional.cross_entropy, args)
+    same(helpers.attempt(outcome, memsave.functional.cross_entropy, args), expected)
+
+
 @pytest.mark.parametrize("padding_idx", [7, -6, 4, -5, 2])
 def test_padding_idx_that_is_set_later(padding_idx: int) -> None:
     results = []

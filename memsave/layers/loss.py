@@ -88,7 +88,8 @@ def _bwd(
     p = _softmax(x, g)
     counts = target != ignore_index
     index = (target * counts).long()
-    of_target = counts if weight is None else weight.to(p.dtype)[index] * counts
+    # (Of one class, stock takes a weight of any axes.)
+    of_target = counts if weight is None else weight.to(p.dtype).flatten()[index] * counts
     if _is_mean(reduction):
         g = g / of_target.sum(dtype=p.dtype)
     g = torch.where(counts, g, 0.0)
