@@ -10,7 +10,6 @@ Index legend: n batch, i input channels, o output channels.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -163,21 +162,34 @@ def _bwd(
         x = saved["x"]
         grads["weight"] = transposed(lambda weight: primal(x, weight, None, **options), "weight")
     if "bias" in wrt:
-        shape = shapes["bias"].shape
-        total = g.sum(range(g.ndim - 1))
-        grads["bias"] = (total.sum() if math.prod(shape) == 1 else total).reshape(shape)
+        grads["bias"] = g.sum(range(g.ndim - 1))
     return grads
 
 
-def _conv_is_minimal(
-    x: Array, weight: Array, *_: Any, padding_mode: str = "zeros", **options: Any
+def _conv_is_stock(
+    x: Array,
+    weight: Array,
+    bias: Array | None,
+    *,
+    padding_mode: str = "zeros",
+    **options: Any,
 ) -> bool:
+    if bias is not None and bias.shape != weight.shape[-1:]:
+        return True  # which broadcasts
     return x.ndim == weight.ndim and padding_mode == "zeros"
 
 
-def _conv_transpose_is_minimal(
-    x: Array, weight: Array, *_: Any, flip: bool = True, **options: Any
+def _conv_transpose_is_stock(
+    x: Array,
+    weight: Array,
+    bias: Array | None,
+    *,
+    groups: int = 1,
+    flip: bool = True,
+    **options: Any,
 ) -> bool:
+    if bias is not None and bias.shape != (weight.shape[-2] * groups,):
+        return True
     return x.ndim == weight.ndim and not flip
 
 
@@ -195,14 +207,14 @@ def _layout(row: Layer) -> dict[str, str]:
 
 _conv, _conv_transpose = (
     {
-        dims: define(row, primal, partial(_bwd, primal), stock_op=minimal, layout=_layout(row))
+        dims: define(row, primal, partial(_bwd, primal), stock_op=is_stock, layout=_layout(row))
         for dims, row in enumerate(rows, start=1)
     }
-    for primal, minimal, rows in (
-        (_conv_primal, _conv_is_minimal, (spec.CONV1D, spec.CONV2D, spec.CONV3D)),
+    for primal, is_stock, rows in (
+        (_conv_primal, _conv_is_stock, (spec.CONV1D, spec.CONV2D, spec.CONV3D)),
         (
             _conv_transpose_primal,
-            _conv_transpose_is_minimal,
+            _conv_transpose_is_stock,
             (spec.CONV_TRANSPOSE1D, spec.CONV_TRANSPOSE2D, spec.CONV_TRANSPOSE3D),
         ),
     )
