@@ -209,7 +209,7 @@ def _channels(x: Tensor) -> tuple[int, ...]:
 def _feature_fwd(
     wrt: Mask, x: Tensor, *, p: float, inplace: bool = False
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    if x.ndim < 2:
+    if x.ndim < 2 and x.numel():
         return _feature_primal(x, p=p, inplace=inplace), {}  # raises stock's error
     # The order of the operations is torch's, for the last bit.
     noise = x.new_empty(_channels(x)).bernoulli_(1 - p).div_(1 - p)
