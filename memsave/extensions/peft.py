@@ -65,13 +65,16 @@ def _gradients(
 ) -> Grads:
     """Those of ``linear(drop(x))``. Under autocast ``g`` has the dtype that it multiplied in."""
     x, weight = shapes["x"], shapes["weight"]
+    if len(weight.shape) == 1:  # as stock takes that of one feature
+        g = g.unsqueeze(-1)
     grads = {}
     if "x" in wrt:
-        dropped = (_rows(g) @ saved["weight"].to(g.dtype)).reshape(x.shape).to(weight.dtype)
+        matrix = saved["weight"].to(g.dtype).reshape(g.shape[-1], x.shape[-1])
+        dropped = (_rows(g) @ matrix).reshape(x.shape).to(weight.dtype)
         grads["x"] = drop(dropped).to(x.dtype)
     if "weight" in wrt:
         dropped = drop(saved["x"].to(weight.dtype)).to(g.dtype)
-        grads["weight"] = (_rows(g).mT @ _rows(dropped)).to(weight.dtype)
+        grads["weight"] = (_rows(g).mT @ _rows(dropped)).reshape(weight.shape).to(weight.dtype)
     return grads
 
 
