@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gc
 import inspect
@@ -346,7 +345,7 @@ class Jax:
 
 
 def _order(axes: str, to: str, ndim: int) -> tuple[int, ...]:
-    """As :func:`permutation`; of another number of axes than those, as they are."""
+    """As :func:`permutation`; those of a flawed case, as they are."""
     try:
         return permutation(axes, to, ndim)
     except ValueError:
@@ -397,6 +396,5 @@ def _key(seed: int) -> Any:
 
 def _argument(rule: Rule, case: Case, name: str, shape: tuple[int, ...]) -> jax.Array:
     values = case.values(name, shape)
-    with contextlib.suppress(ValueError):  # of a flawed case
-        values = values.transpose(_order(rule.row.args[name], rule.layout[name], values.ndim))
+    values = values.transpose(_order(rule.row.args[name], rule.layout[name], values.ndim))
     return jnp.asarray(values, case.dtypes[name])

@@ -84,7 +84,7 @@ def test_every_function_is_public() -> None:
 
 
 def test_every_module_is_public() -> None:
-    """As is that of the modules, ``memsave.nn``. (Classes made for others have no name of ours.)"""
+    """The list of modules, ``memsave.nn``, does, too. (Those made by ``derive`` have no names.)"""
     written = {cls for cls in STOCK if cls.__module__.startswith("memsave.layers.")}
     names = {cls.__name__ for cls in written if cls.__module__ != derive.__module__}
     missing = names - {*memsave.nn.__all__}

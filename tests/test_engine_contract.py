@@ -1073,6 +1073,14 @@ def test_padding_idx_that_is_set_later(padding_idx: int) -> None:
     same(results[1], results[0])
 
 
+def test_channels_of_nothing_of_one_axis() -> None:
+    """Stock's dropout of channels takes it. (The public functions leave it to stock.)"""
+    rule = function.RULES["feature_dropout"]._replace(node=None)
+    x = torch.empty(0, requires_grad=True)
+    y = function.differentiable(rule)(x, p=0.5, inplace=False)
+    assert torch.autograd.grad(y.sum(), x)[0].shape == y.shape == x.shape
+
+
 @pytest.mark.filterwarnings("ignore:Initializing zero-element")
 @pytest.mark.parametrize("name", ["Conv1d", "ConvTranspose1d"])
 @pytest.mark.parametrize("shape", [(3, 0, 4), (0, 4), (0, 2, 4)], ids=str)

@@ -1144,6 +1144,23 @@ def test_gelu_is_written_again_for_its_gradient(
     assert str(step).count(" tanh " if approximate else " erfc ") == 2 - approximate
 
 
+@pytest.mark.parametrize("name", ["conv", "conv_transpose"])
+@pytest.mark.parametrize("shape", [(), (1,), (2,)], ids=str)
+def test_a_bias_that_broadcasts(name: str, shape: tuple[int, ...]) -> None:
+    """Of one channel, also to several. (A batch is stock's anyway.)"""
+    x, kernel = jnp.linspace(-1, 1, 108).reshape(6, 6, 3), jnp.ones((1, 1, 3, 1))
+
+    def loss(x: Array, bias: Array) -> Array:
+        return jnp.sin(getattr(F, name)(x, kernel, bias)).sum()
+
+    slopes = []
+    for form in ("stock", *FORMS):
+        with function.using(form):
+            slopes.append(jax.grad(loss, argnums=(0, 1))(x, jnp.full(shape, 0.5)))
+    for ours in slopes[1:]:
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), ours, slopes[0])
+
+
 def test_where_values_are_checked_stock_runs() -> None:
     """JAX has its operations write errors down, which those of a rule cannot."""
     x = jnp.linspace(-1, 1, 32).reshape(4, 8)
