@@ -5,8 +5,10 @@ against torch, if it is there already, as with ``pip install --no-build-isolatio
 bear the name of its version: no other can load them.
 """
 
+import platform
 import re
 import runpy
+import sys
 from glob import glob
 from importlib import util
 from pathlib import Path
@@ -44,11 +46,15 @@ def _nodes() -> list[Extension]:
     ]
 
 
+# While vectors of 512 bits are in use, and for a while after, processors run all else more slowly,
+# which around a small layer costs more than they give. (What else comes with AVX-512 is used.)
+HAS_CLONES = sys.platform == "linux" and platform.machine() == "x86_64"  # see vectors.h
+NARROW = ["-mprefer-vector-width=256"] if HAS_CLONES else []
 native = Extension(
     "memsave.kernels._native",
     [f"{SOURCES}/native.c"],
-    # (The last lets it compute what only some elements need for all of them at once.)
-    extra_compile_args=["-O3", "-g0", "-fopenmp-simd", "-fno-trapping-math"],
+    # (-fno-trapping-math lets it compute what only some elements need for all of them at once.)
+    extra_compile_args=["-O3", "-g0", "-fopenmp-simd", "-fno-trapping-math", *NARROW],
     depends=HEADERS,
     py_limited_api=True,
     optional=True,

@@ -479,22 +479,25 @@ def by_node(name: str, row: Layer, module: nn.Module, input: Any, *rest: Any) ->
 
 
 def by_attributes(
-    row: Layer, name: str | None, *args: Any, casts: int = 0
-) -> Callable[[nn.Module, Any], Tensor | None]:
-    """The same, as a function of a module and its input, of a layer that has no parameters.
+    row: Layer, stock: type[nn.Module], name: str | None, *args: Any, casts: int = 0
+) -> Callable[[nn.Module, Any], Any]:
+    """The same, as a function of a module and its input, of a layer that has no parameters. Where
+    no gradient is wanted, it is the forward of the stock class.
 
     Args:
         name: Of the function, if there is one.
-        *args: What it takes after the input: strings are names of attributes of the module.
+        *args: What it takes after the input: strings are names of attributes of the module, in a
+            tuple of the negative of a number.
         casts: On which devices autocast casts the input, as :data:`_CASTS` has them.
     """
     call = None if nodes is None or name is None else (getattr(nodes, name), int(casts), *args)
+    forward = stock.forward
 
-    def of_module(module: nn.Module, input: Any) -> Tensor | None:
+    def of_module(module: nn.Module, input: Any) -> Any:
         if call is None or nodes is None or is_dynamo_compiling() or _observers:
             return None
-        y: Tensor | None = nodes.by_attributes(row.name, module.__dict__, input, call)
-        return y
+        y = nodes.by_attributes(row.name, module.__dict__, input, call)
+        return forward(module, input) if y is False else y
 
     return of_module
 

@@ -23,7 +23,7 @@ from .memory import empty_result, in_order, is_as_result, layout_of_pool, len_of
 from .reference import AS_X, PIECES, TESTS, Like, Rows, Windows
 
 #: That of csrc/loops.h.
-INTERFACE = 22
+INTERFACE = 23
 
 
 def check(module: ModuleType) -> None:
@@ -54,9 +54,6 @@ _native.connect(
 
 are_arrays = _native.are_arrays
 
-#: A multiple of what a loop of torch's takes at once, of any dtype and instruction set.
-ELEMENTS_OF_VECTORS = 64
-
 DTYPES = {torch.float32: "float", torch.float64: "double"}
 POOLED = (*DTYPES, torch.bfloat16)
 
@@ -86,7 +83,7 @@ def fills_vectors(x: Tensor) -> bool:
     if x.itemsize < 4:
         return False
     threads = min(torch.get_num_threads(), -(-x.numel() // _native.GRAIN)) or 1
-    return x.numel() % (threads * ELEMENTS_OF_VECTORS) == 0
+    return x.numel() % (threads * _native.ELEMENTS_OF_VECTORS) == 0
 
 
 def piecewise(

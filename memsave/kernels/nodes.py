@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._device import DeviceContext
 
 from . import native
-from .reference import AS_X, PIECES, SELECTIONS
+from .reference import AS_X, SELECTIONS
 
 try:
     from . import cuda
@@ -29,7 +29,15 @@ _nodes = importlib.import_module(f".{NAME}", __package__)
 native.check(_nodes)
 _native = native._native
 #: In this order.
-LOOPS_OF_NODES = (*SELECTIONS, "scale_channels", "nonzero", "rest", "tanh2", "logistic")
+LOOPS_OF_NODES = (
+    *SELECTIONS,
+    "scale_channels",
+    "nonzero",
+    "not_inside",
+    "rest",
+    "tanh2",
+    "logistic",
+)
 _families = tuple(getattr(_native, name) for name in LOOPS_OF_NODES)
 _compiled = None if cuda is None else cuda.compiled
 for _node in _nodes.connect(_native.loops, _families, DeviceContext, _compiled):
@@ -43,19 +51,16 @@ wanted = _nodes.wanted
 #: ``for_stock(parameters, wanted, input, casts, has_bias)``: :func:`memsave.function.for_stock` of
 #: the ``__dict__`` of a module, while nobody observes.
 for_stock = _nodes.for_stock
-#: ``by_attributes(row, module.__dict__, x, call)``: a layer by the attributes of a module, where a
-#: gradient is wanted of ``x`` alone. ``call`` is a function of this file's, the devices on which
-#: autocast casts (as above), and what it takes after ``x``: strings are names of attributes.
+#: ``by_attributes(row, module.__dict__, x, call)``: a layer by the attributes of a module; or
+#: ``False``, if no gradient is wanted. ``call`` is a function of this file's, the devices on which
+#: autocast casts (as above), and what it takes after ``x``: strings are names of attributes, in a
+#: tuple of the negative of a number.
 by_attributes = _nodes.by_attributes
 
 
 def bits(row: str, x: Tensor, inplace: bool, name: str, *piece: Any, **also: Any) -> Tensor | None:
     """ReLU, or as :func:`memsave.kernels.piecewise`, in the terms of :func:`of_piece`."""
     arguments = of_piece(inplace, name, *piece, **also)
-    if arguments and name == "softshrink" and not native.fills_vectors(x):
-        within, *bounds = PIECES[name][1](*piece[:2])
-        rest = (*arguments[4:7], _nodes.BY_SOFTSHRINK, *arguments[8:])
-        arguments = (native.COMPARE[within], inplace, *bounds, *rest)
     return None if arguments is None else of_bits(row, x, *arguments)
 
 
@@ -88,7 +93,10 @@ prelu = _nodes.prelu
 
 LOOPS = {"relu": _native.relu, **native.PIECEWISE}
 #: How a new output is stored.
-OUTPUTS = {name: _nodes.AS_X if name in AS_X else _nodes.AS_RESULT for name in LOOPS}
+OUTPUTS = {
+    **{name: _nodes.AS_X if name in AS_X else _nodes.AS_RESULT for name in LOOPS},
+    "softshrink": _nodes.OF_SOFTSHRINK,
+}
 #: On CUDA, or -1 where there is none.
 KINDS = {name: cuda.KINDS.index(name) if cuda and name in cuda.KINDS else -1 for name in LOOPS}
 

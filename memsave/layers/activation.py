@@ -292,18 +292,25 @@ def prelu(input: Tensor, weight: Tensor) -> Tensor:
     return (_prelu_from_input if wants_weight else _prelu)(input, weight)
 
 
-def _of_module(row: Layer, *piece: Any) -> Callable[[nn.Module, Tensor], Tensor | None]:
+def _of_module(row: Layer, stock: type[nn.Module], *piece: Any) -> Callable[[nn.Module, Any], Any]:
     """The node of a module, by names of attributes in the place of options."""
-    call = kernels.nodes and kernels.nodes.of_piece("inplace", *piece)
-    return by_attributes(row, "of_bits", *call) if call else by_attributes(row, None)
+    inplace = "inplace" if row.inplace else False
+    call = kernels.nodes and kernels.nodes.of_piece(inplace, *piece)
+    return by_attributes(row, stock, "of_bits" if call else None, *(call or ()))
 
 
-_relu_of = _of_module(spec.RELU, "relu", 0.0, 0.0)
+_relu_of = _of_module(spec.RELU, nn.ReLU, "relu", 0.0, 0.0)
 _leaky_relu_of = _of_module(
-    spec.LEAKY_RELU, "leaky_relu", "negative_slope", 0.0, "scale", 1.0, "negative_slope"
+    *(spec.LEAKY_RELU, nn.LeakyReLU, "leaky_relu"),
+    *("negative_slope", 0.0, "scale", 1.0, "negative_slope"),
 )
-_hardtanh_of = _of_module(spec.HARDTANH, "hardtanh", "min_val", "max_val")
-_hardsigmoid_of = _of_module(spec.HARDSIGMOID, "hardsigmoid", -3.0, 3.0, "part", _one_sixth())
+_hardtanh_of = _of_module(spec.HARDTANH, nn.Hardtanh, "hardtanh", "min_val", "max_val")
+_threshold_of = _of_module(spec.THRESHOLD, nn.Threshold, "threshold", "threshold", "value")
+_hardsigmoid_of = _of_module(
+    spec.HARDSIGMOID, nn.Hardsigmoid, "hardsigmoid", -3.0, 3.0, "part", _one_sixth()
+)
+_hardshrink_of = _of_module(spec.HARDSHRINK, nn.Hardshrink, "hardshrink", ("lambd",), "lambd")
+_softshrink_of = _of_module(spec.SOFTSHRINK, nn.Softshrink, "softshrink", ("lambd",), "lambd")
 
 
 @drop_in(spec.RELU)
@@ -359,6 +366,8 @@ class Threshold(nn.Threshold):
     """As :class:`torch.nn.Threshold`. Keeps one bit per element."""
 
     def forward(self, input: Tensor) -> Tensor:
+        if (y := _threshold_of(self, input)) is not None:
+            return y
         options = {"threshold": self.threshold, "value": self.value}
         return _threshold(input, **options, inplace=self.inplace)
 
@@ -378,6 +387,8 @@ class Hardshrink(nn.Hardshrink):
     """As :class:`torch.nn.Hardshrink`. Keeps one bit per element."""
 
     def forward(self, input: Tensor) -> Tensor:
+        if (y := _hardshrink_of(self, input)) is not None:
+            return y
         return _hardshrink(input, lambd=self.lambd)
 
 
@@ -386,6 +397,8 @@ class Softshrink(nn.Softshrink):
     """As :class:`torch.nn.Softshrink`. Keeps one bit per element."""
 
     def forward(self, input: Tensor) -> Tensor:
+        if 0 <= self.lambd < math.inf and (y := _softshrink_of(self, input)) is not None:
+            return y
         return softshrink(input, self.lambd)
 
 

@@ -241,10 +241,10 @@ adaptive_avg_pool3d = _adaptive(_adaptive_avg_pool3d, 3)
 
 
 def _forward(
-    row: spec.Layer, layer: Callable[..., Tensor], dims: int, *last: str
+    row: spec.Layer, stock: type[nn.Module], layer: Callable[..., Tensor], dims: int, *last: str
 ) -> Callable[..., Tensor]:
     names = ("kernel_size", "stride", "padding", "ceil_mode", "count_include_pad", *last)
-    of_module = by_attributes(row, "avg_pool", dims, *names, *[None][len(last) :])
+    of_module = by_attributes(row, stock, "avg_pool", dims, *names, *[None][len(last) :])
 
     def forward(self: Any, input: Tensor) -> Tensor:
         if (y := of_module(self, input)) is not None:
@@ -258,21 +258,21 @@ def _forward(
 class AvgPool1d(nn.AvgPool1d):
     """As :class:`torch.nn.AvgPool1d`. Keeps nothing."""
 
-    forward = _forward(spec.AVG_POOL1D, avg_pool1d, 1)
+    forward = _forward(spec.AVG_POOL1D, nn.AvgPool1d, avg_pool1d, 1)
 
 
 @drop_in(spec.AVG_POOL2D)
 class AvgPool2d(nn.AvgPool2d):
     """As :class:`torch.nn.AvgPool2d`. Keeps nothing."""
 
-    forward = _forward(spec.AVG_POOL2D, avg_pool2d, 2, "divisor_override")
+    forward = _forward(spec.AVG_POOL2D, nn.AvgPool2d, avg_pool2d, 2, "divisor_override")
 
 
 @drop_in(spec.AVG_POOL3D)
 class AvgPool3d(nn.AvgPool3d):
     """As :class:`torch.nn.AvgPool3d`. Keeps nothing."""
 
-    forward = _forward(spec.AVG_POOL3D, avg_pool3d, 3, "divisor_override")
+    forward = _forward(spec.AVG_POOL3D, nn.AvgPool3d, avg_pool3d, 3, "divisor_override")
 
 
 @drop_in(spec.ADAPTIVE_AVG_POOL1D)

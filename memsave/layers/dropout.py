@@ -297,7 +297,7 @@ dropout1d, dropout2d, dropout3d = (
 )
 
 
-_dropout_of = by_attributes(spec.DROPOUT, "dropout", "p", "training", "inplace", False)
+_dropout_of = by_attributes(spec.DROPOUT, nn.Dropout, "dropout", "p", "training", "inplace", False)
 
 
 @drop_in(spec.DROPOUT)

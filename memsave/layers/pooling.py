@@ -407,8 +407,11 @@ adaptive_max_pool2d = _adaptive(_adaptive_max_pool2d, 2)
 adaptive_max_pool3d = _adaptive(_adaptive_max_pool3d, 3)
 
 
-def _forward(row: spec.Layer, layer: Callable[..., Any], dims: int) -> Callable[..., Any]:
-    of_module = by_attributes(row, "max_pool", dims, *_OPTIONS, casts=dims == 3)  # _wide_on_cpu
+def _forward(
+    row: spec.Layer, stock: type[nn.Module], layer: Callable[..., Any], dims: int
+) -> Callable[..., Any]:
+    casts = dims == 3  # _wide_on_cpu
+    of_module = by_attributes(row, stock, "max_pool", dims, *_OPTIONS, casts=casts)
 
     def forward(self: Any, input: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         if (y := of_module(self, input)) is not None:
@@ -422,21 +425,21 @@ def _forward(row: spec.Layer, layer: Callable[..., Any], dims: int) -> Callable[
 class MaxPool1d(nn.MaxPool1d):
     """As :class:`torch.nn.MaxPool1d`. Keeps one byte per output element."""
 
-    forward = _forward(spec.MAX_POOL1D, max_pool1d, 1)
+    forward = _forward(spec.MAX_POOL1D, nn.MaxPool1d, max_pool1d, 1)
 
 
 @drop_in(spec.MAX_POOL2D)
 class MaxPool2d(nn.MaxPool2d):
     """As :class:`torch.nn.MaxPool2d`. Keeps one byte per output element."""
 
-    forward = _forward(spec.MAX_POOL2D, max_pool2d, 2)
+    forward = _forward(spec.MAX_POOL2D, nn.MaxPool2d, max_pool2d, 2)
 
 
 @drop_in(spec.MAX_POOL3D)
 class MaxPool3d(nn.MaxPool3d):
     """As :class:`torch.nn.MaxPool3d`. Keeps one byte per output element."""
 
-    forward = _forward(spec.MAX_POOL3D, max_pool3d, 3)
+    forward = _forward(spec.MAX_POOL3D, nn.MaxPool3d, max_pool3d, 3)
 
 
 @drop_in(spec.ADAPTIVE_MAX_POOL1D)

@@ -9,7 +9,7 @@
 
 /* To be counted up, in native.py too, with each change of what is below or of what Python calls: so that
    nothing runs that was compiled from another state of the sources. */
-enum { INTERFACE = 22 };
+enum { INTERFACE = 23 };
 
 /* Kinds of numbers. */
 enum { OF_FLOAT, OF_DOUBLE, OF_BFLOAT16, OF_FLOAT16 };
@@ -81,6 +81,8 @@ typedef struct {
 
 /* Of torch: of no more elements, a loop is left to one thread. */
 enum { GRAIN = 32768 };
+/* A multiple of what a loop of torch's takes at once, of any dtype and instruction set. */
+enum { ELEMENTS_OF_VECTORS = 64 };
 
 #define LOOPS "memsave.kernels._native.loops"
 

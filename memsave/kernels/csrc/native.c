@@ -435,6 +435,7 @@ static int add_loops(PyObject *module) {
     Py_XDECREF(capsule);
     if (failed || PyModule_AddIntConstant(module, "INTERFACE", INTERFACE)) return -1;
     if (PyModule_AddIntConstant(module, "GRAIN", GRAIN)) return -1;
+    if (PyModule_AddIntConstant(module, "ELEMENTS_OF_VECTORS", ELEMENTS_OF_VECTORS)) return -1;
     if (add_names(module, NORMS, COUNT(NORMS))) return -1;
     for (size k = 0; k < COUNT(OVER_BITS); k++)
         if (PyModule_AddIntConstant(module, OVER_BITS[k].name, (long)k) < 0) return -1;

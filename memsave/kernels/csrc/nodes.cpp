@@ -122,7 +122,7 @@ const std::pair<const char *, long> constants[] = {
     {"NONZERO_BITS", NONZERO_BITS},
     {"AS_RESULT", AS_RESULT},
     {"AS_X", AS_X},
-    {"BY_SOFTSHRINK", BY_SOFTSHRINK},
+    {"OF_SOFTSHRINK", OF_SOFTSHRINK},
     {"LOGSIGMOID", LOGSIGMOID},
     {"TANHSHRINK", TANHSHRINK},
     {"ELU_FROM_OUTPUT", ELU_FROM_OUTPUT},

@@ -6,8 +6,8 @@
 #include <stdint.h>
 
 /* The compiler makes each loop for some instruction sets; which one runs is found at load. (With those
-   of x86-64-v4 it would load under masks what it selects, which costs more than wider vectors give: so
-   they are for loops that compute, and those that load all they compare.) */
+   of x86-64-v4 it would load under masks what it selects, which costs more than they give: so they are for
+   loops that compute, and those that load all they compare. Vectors have 256 bits there, too: see setup.py.) */
 #if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__)
 #define LOOP static __attribute__((target_clones("arch=x86-64-v3", "default")))
 #define WIDE_LOOP static __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))

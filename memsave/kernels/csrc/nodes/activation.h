@@ -15,9 +15,15 @@ void to_go_by_bits(Made &made, Family family, double a, double b) {
     if (!made.y.is_contiguous()) made.call["stride"] = made.y.strides();
 }
 
-/* Where the output lies: in new memory, which is stored as torch stores results, or exactly as x; or torch
-   makes it, on CPU. */
-enum Output : int64_t { AS_RESULT, AS_X, BY_SOFTSHRINK };
+/* Where the output lies: in new memory, which is stored as torch stores results, or exactly as x; or, of
+   softshrink on CPU, torch makes it of what it would do element by element, see native.py. */
+enum Output : int64_t { AS_RESULT, AS_X, OF_SOFTSHRINK };
+
+bool fills_vectors(const Tensor &x) {
+    if (x.element_size() < 4) return false;
+    const int64_t parts = std::min<int64_t>(at::get_num_threads(), (x.numel() + GRAIN - 1) / GRAIN);
+    return x.numel() % (std::max<int64_t>(parts, 1) * ELEMENTS_OF_VECTORS) == 0;
+}
 
 Backward bits_backward;
 
@@ -39,6 +45,7 @@ PyObject *bits(PyObject *, PyObject *const *args, Py_ssize_t count) {
         if (is_beyond(one, 8 * x->element_size())) Py_RETURN_NONE;
     Loop *loop = nullptr;
     const Kernel *kernel = nullptr;
+    bool by_torch = false;
     if (x->is_cuda()) {
         const bool in_any_dtype = kind <= HARDTANH;
         if (kind == NOTHING || !has_loops(*x)) Py_RETURN_NONE;
@@ -46,15 +53,15 @@ PyObject *bits(PyObject *, PyObject *const *args, Py_ssize_t count) {
         if (kind >= HARDSIGMOID && x->scalar_type() == at::kDouble) Py_RETURN_NONE;
         if (!from_bits(*x, family) || !(kernel = to_bits(*x, kind, true))) Py_RETURN_NONE;
     } else {
-        loop = loop_for(forward, x->scalar_type());
+        by_torch = output == OF_SOFTSHRINK && !fills_vectors(*x);
+        loop = loop_for(by_torch ? family_of[NOT_INSIDE] : forward, x->scalar_type());
         if (!loop || !loop_for(family_of[family], x->scalar_type())) Py_RETURN_NONE;
     }
-    if (inplace && !is_writable(*x)) Py_RETURN_NONE;
+    if (inplace && (by_torch || !is_writable(*x))) Py_RETURN_NONE;
     Made made;
     if (also != Py_None && !THPVariable_CheckExact(also)) Py_RETURN_NONE;
-    if (output == BY_SOFTSHRINK && inplace) Py_RETURN_NONE;
     compute([&] {
-        if (output == BY_SOFTSHRINK && !kernel) made.y = at::softshrink(*x, number[1]);
+        if (by_torch) made.y = at::softshrink(*x, number[1]);
         else made.y = inplace ? *x : output == AS_X ? memory_like(*x) : memory_of_result(*x);
         if (also != Py_None) made.kept.push_back(THPVariable_Unpack(also));
         made.kept.push_back(empty_bits(*x));

@@ -11,8 +11,8 @@ namespace {
 const Loops *loops;
 
 /* Their families. Backward of activations that are linear in pieces: what of g passes, and what becomes
-   of the rest; one makes bits of booleans; backward of curves. */
-enum Family : int64_t { SELECT, PART, SCALE, SCALE_CHANNELS, NONZERO, REST, TANH2, LOGISTIC, FAMILIES };
+   of the rest; two make bits, of booleans and of what bounds do not enclose; backward of curves. */
+enum Family : int64_t { SELECT, PART, SCALE, SCALE_CHANNELS, NONZERO, NOT_INSIDE, REST, TANH2, LOGISTIC, FAMILIES };
 int64_t family_of[FAMILIES];
 
 Loop *loop_for(int64_t family, at::ScalarType dtype) {

@@ -88,8 +88,9 @@ struct Module {
     }
 };
 
-/* What a node makes of a module's input, whose gradient is wanted: of a function here, by which casts, and its
-   further arguments, of which strings are names of attributes. */
+/* What a node makes of a module's input: of a function here, by which casts, and its further arguments, of which
+   strings are names of attributes; a name in a tuple, the negative of a number. False where no gradient is
+   wanted, which is stock's. */
 PyObject *by_attributes(PyObject *, PyObject *const *args, Py_ssize_t count) {
     HANDLE_TH_ERRORS
     constexpr Py_ssize_t MOST = 14, FIRST = 2;
@@ -99,12 +100,22 @@ PyObject *by_attributes(PyObject *, PyObject *const *args, Py_ssize_t count) {
     TORCH_CHECK_TYPE(given >= 0 && given <= MOST, "no such node");
     const long casts = PyLong_AsLong(PyTuple_GET_ITEM(args[3], 1));
     if (PyErr_Occurred()) return nullptr;
-    if (wanted_of({args[2]}, casts) != 1l) Py_RETURN_NONE;
+    const auto wanted = wanted_of({args[2]}, casts);
+    if (!wanted) Py_RETURN_NONE;
+    if (!*wanted) Py_RETURN_FALSE;
     PyObject *all[2 + MOST] = {args[0], args[2]};
+    THPObjectPtr negatives[MOST];
     for (Py_ssize_t k = 0; k < given; k++) {
         PyObject *one = PyTuple_GET_ITEM(args[3], FIRST + k);
+        const bool is_negative = PyTuple_CheckExact(one) && PyTuple_GET_SIZE(one) == 1;
+        if (is_negative) one = PyTuple_GET_ITEM(one, 0);
         if (PyUnicode_CheckExact(one) && !(one = PyDict_GetItemWithError(args[1], one)))
             return PyErr_Occurred() ? nullptr : Py_NewRef(Py_None);
+        if (is_negative) {
+            if (!PyFloat_CheckExact(one) && !PyLong_CheckExact(one)) Py_RETURN_NONE;
+            negatives[k] = one = PyNumber_Negative(one);
+            if (!one) return nullptr;
+        }
         all[2 + k] = one;
     }
     return PyObject_Vectorcall(PyTuple_GET_ITEM(args[3], 0), all, 2 + given, nullptr);
