@@ -81,6 +81,7 @@ class Rule(NamedTuple):
     fwd: Callable[..., tuple[Any, dict[str, Tensor]]]
     stock_keeps: Callable[[Mask], Sequence[str]] | None
     unless: Callable[..., bool] | None
+    covers: Callable[..., bool] | None
     autocast: Autocast | None
     compiled: bool
     smooth: bool
@@ -112,6 +113,7 @@ def define(
     *,
     stock_keeps: Callable[[Mask], Sequence[str]] | None = None,
     unless: Callable[..., bool] | None = None,
+    covers: Callable[..., bool] | None = None,
     autocast: Autocast | None = None,
     compiled: bool = True,
     smooth: bool = False,
@@ -130,6 +132,7 @@ def define(
         stock_keeps: ``stock_keeps(wrt)``: the residuals that the stock op keeps. Where they are
             those of the row, the stock op runs.
         unless: ``unless(**options)``: whether with these options it keeps something else.
+        covers: ``covers(*args)``: whether the row is about these. (Stock runs where it is not.)
         autocast: ``autocast(device_type)``: what torch's autocast casts this op's arguments to
             (:func:`lowered`, :func:`widened`), or ``None`` where it leaves them alone.
         compiled: Whether ``torch.compile`` traces the rule. ``False`` where it makes the saving
@@ -159,6 +162,7 @@ def define(
         fwd or (lambda wrt, *args, **options: (primal(*args, **options), {})),
         stock_keeps,
         unless,
+        covers,
         autocast,
         compiled,
         smooth,
@@ -449,7 +453,9 @@ def _untraceable(rule: Rule, args: tuple[Any, ...], options: Mapping[str, Any]) 
         if isinstance(arg, Tensor) and (type(arg) not in OF_TORCH or is_special(arg)):
             return True
     inplace = rule.row.inplace and options.get("inplace")
-    return not rule.compiled or is_exported() or bool(inplace)
+    if not rule.compiled or is_exported() or inplace:
+        return True
+    return rule.covers is not None and not rule.covers(*args)
 
 
 def _unservable(rule: Rule, args: tuple[Any, ...], options: Mapping[str, Any]) -> bool:
@@ -464,6 +470,8 @@ def _unservable(rule: Rule, args: tuple[Any, ...], options: Mapping[str, Any]) -
         tensors = [arg for arg in args if arg is not None]
         if any(map(is_special, tensors)) or any(map(is_functorch_wrapped_tensor, tensors)):
             return True
+    if rule.covers is not None and not rule.covers(*args):
+        return True
     return forward_ad._current_level >= 0 and any(map(has_tangent, args))
 
 

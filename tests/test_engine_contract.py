@@ -1823,3 +1823,27 @@ def test_where_saved_tensors_may_be_overwritten(cls, by_nodes_and_by_rules) -> N
             with torch.autograd.graph.allow_mutation_on_saved_tensors():
                 results.append(helpers.step(layer, x))
         same(results[1], results[0])
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "node"),
+    [
+        ((3, 4), torch.float32, "MemsaveSwigluBackward"),
+        ((4,), torch.bfloat16, "MulBackward0"),
+        ((1, 3, 4), torch.bfloat16, "MulBackward0"),
+    ],
+    ids=str,
+)
+def test_gated_products_of_unlike_tensors(
+    shape: tuple[int, ...], dtype: torch.dtype, node: str
+) -> None:
+    """In two dtypes by the rule, to the bit; of two shapes as stock."""
+    gate = torch.randn(3, 4).bfloat16().requires_grad_()
+    up = torch.randn(shape).to(dtype).requires_grad_()
+    y, expected = memsave.functional.swiglu(gate, up), nn.functional.silu(gate) * up
+    assert y.grad_fn is not None
+    assert y.grad_fn.name() == node
+    g = torch.randn_like(expected)
+    results = [(out, *torch.autograd.grad(out, (gate, up), g)) for out in (y, expected)]
+    for actual, of_stock in zip(*results, strict=True):
+        same(actual, of_stock, rtol=0, atol=0)

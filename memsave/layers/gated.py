@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import spec
-from .._context import is_traced
 from ..function import Grads, Mask, Saved, Shapes, define
 from ..spec import Layer
 from .module import STOCK, Class, is_hooked
@@ -35,9 +34,12 @@ def define_gated(
         compiled: As in :func:`memsave.function.define`.
 
     Returns:
-        A function of ``gate``, ``up`` and the options. Where the two are not of one shape and
-        dtype, they are multiplied as torch does, by the stock ops.
+        A function of ``gate``, ``up`` and the options. Where the two are not of one shape, they
+        are multiplied as torch does, by the stock ops.
     """
+
+    def are_alike(gate: Tensor, up: Tensor) -> bool:
+        return gate.shape == up.shape
 
     def primal(gate: Tensor, up: Tensor, **options: Any) -> Tensor:
         return activation(gate, **options) * up
@@ -45,19 +47,13 @@ def define_gated(
     def bwd(g: Tensor, wrt: Mask, saved: Saved, shapes: Shapes, **options: Any) -> Grads:
         gate, grads = saved["gate"], {}
         if "gate" in wrt:
-            grads["gate"] = gradient(g * saved["up"], gate, **options)
+            through = (g * saved["up"]).to(gate.dtype)  # not every processor takes another
+            grads["gate"] = gradient(through, gate, **options)
         if "up" in wrt:
             grads["up"] = g * activation(gate, **options)
         return grads
 
-    product = define(row, primal, bwd, compiled=compiled)
-
-    def gated(gate: Tensor, up: Tensor, **options: Any) -> Tensor:
-        if is_traced(gate) or gate.shape != up.shape or gate.dtype != up.dtype:
-            return primal(gate, up, **options)
-        return product(gate, up, **options)
-
-    return gated
+    return define(row, primal, bwd, covers=are_alike, compiled=compiled)
 
 
 def _swish_gradient(g: Tensor, x: Tensor, rate: float) -> Tensor:
@@ -91,7 +87,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """``silu(gate) * up``. Keeps ``gate`` and ``up``; for the gradient of ``up`` only ``gate``.
 
     Args:
-        gate, up: Of one shape and dtype. (Others are multiplied as torch does, by the stock ops.)
+        gate, up: Of one shape. (Others are multiplied as torch does, by the stock ops.)
 
     Source: https://arxiv.org/abs/2002.05202.
     """
