@@ -23,7 +23,7 @@ from .memory import empty_result, in_order, is_as_result, layout_of_pool, len_of
 from .reference import AS_X, PIECES, TESTS, Like, Rows, Windows
 
 #: That of csrc/loops.h.
-INTERFACE = 23
+INTERFACE = 24
 
 
 def check(module: ModuleType) -> None:
@@ -76,23 +76,13 @@ select = partial(_native.from_bits, _native.part)
 scale = partial(_native.from_bits, _native.scale)
 
 
-def fills_vectors(x: Tensor) -> bool:
-    """Whether torch leaves no elements of a thread over, as too few for a vector. (In softshrink
-    they give zeros that have the sign of ``x``; and in 16 bits others than those of vectors.)
-    """
-    if x.itemsize < 4:
-        return False
-    threads = min(torch.get_num_threads(), -(-x.numel() // _native.GRAIN)) or 1
-    return x.numel() % (threads * _native.ELEMENTS_OF_VECTORS) == 0
-
-
 def piecewise(
     x: Tensor, inplace: bool, name: str, low: float, high: float
 ) -> tuple[Tensor, Tensor] | None:
     """The output and the bits in one pass (or the bits, where torch has to compute the output)."""
     if name not in PIECEWISE or (name in AS_X and not inplace and not is_as_result(x)):
         return None
-    if name != "softshrink" or fills_vectors(x):
+    if name != "softshrink" or (x.itemsize >= 4 and _native.fills_vectors(x.numel())):
         return _native.to_bits(PIECEWISE[name], x, inplace, None, low, high)
     op, test = PIECES[name]
     within, *bounds = test(low, high)

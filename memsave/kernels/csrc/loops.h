@@ -9,7 +9,7 @@
 
 /* To be counted up, in native.py too, with each change of what is below or of what Python calls: so that
    nothing runs that was compiled from another state of the sources. */
-enum { INTERFACE = 23 };
+enum { INTERFACE = 24 };
 
 /* Kinds of numbers. */
 enum { OF_FLOAT, OF_DOUBLE, OF_BFLOAT16, OF_FLOAT16 };
@@ -81,8 +81,13 @@ typedef struct {
 
 /* Of torch: of no more elements, a loop is left to one thread. */
 enum { GRAIN = 32768 };
-/* A multiple of what a loop of torch's takes at once, of any dtype and instruction set. */
-enum { ELEMENTS_OF_VECTORS = 64 };
+
+/* Whether torch leaves no elements of a thread over, as too few for a vector of any dtype and instruction set.
+   (In softshrink they give zeros that have the sign of x; and in 16 bits others than those of vectors.) */
+static inline int fills_vectors(ptrdiff_t elements, ptrdiff_t threads) {
+    const ptrdiff_t most = (elements + GRAIN - 1) / GRAIN, parts = threads < most ? threads : most;
+    return elements % ((parts > 1 ? parts : 1) * 64) == 0;
+}
 
 #define LOOPS "memsave.kernels._native.loops"
 

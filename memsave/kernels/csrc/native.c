@@ -228,6 +228,13 @@ static PyObject *threads(PyObject *module, PyObject *elements) {
     return number < 0 ? NULL : PyLong_FromSsize_t(number);
 }
 
+static PyObject *are_whole_vectors(PyObject *module, PyObject *elements) {
+    const size count = PyLong_AsSsize_t(elements);
+    if (count == -1 && PyErr_Occurred()) return NULL;
+    const size number = threads_for(count);
+    return number < 0 ? NULL : PyBool_FromLong(fills_vectors(count, number));
+}
+
 static PyObject *has_memory(PyObject *module, PyObject *tensor) {
     DLTensor array;
     const void *data;
@@ -402,6 +409,8 @@ static PyMethodDef methods[] = {
      "are_arrays(*tensors): whether each is None, or of torch's own classes, strided, and real; and "
      "none of torch.func"},
     {"threads_for", threads, METH_O, "threads_for(elements): how many a loop over so many uses at most"},
+    {"fills_vectors", are_whole_vectors, METH_O,
+     "fills_vectors(elements): whether torch leaves none of so many over, as too few for a vector"},
     {"has_memory", has_memory, METH_O,
      "has_memory(x): whether it is a plain tensor, stored without gaps, and no mode has to see "
      "operations"},
@@ -434,8 +443,6 @@ static int add_loops(PyObject *module) {
     const int failed = !capsule || PyModule_AddObjectRef(module, "loops", capsule) < 0;
     Py_XDECREF(capsule);
     if (failed || PyModule_AddIntConstant(module, "INTERFACE", INTERFACE)) return -1;
-    if (PyModule_AddIntConstant(module, "GRAIN", GRAIN)) return -1;
-    if (PyModule_AddIntConstant(module, "ELEMENTS_OF_VECTORS", ELEMENTS_OF_VECTORS)) return -1;
     if (add_names(module, NORMS, COUNT(NORMS))) return -1;
     for (size k = 0; k < COUNT(OVER_BITS); k++)
         if (PyModule_AddIntConstant(module, OVER_BITS[k].name, (long)k) < 0) return -1;

@@ -16,14 +16,8 @@ void to_go_by_bits(Made &made, Family family, double a, double b) {
 }
 
 /* Where the output lies: in new memory, which is stored as torch stores results, or exactly as x; or, of
-   softshrink on CPU, torch makes it of what it would do element by element, see native.py. */
+   softshrink on CPU, torch makes it of what does not fill its vectors. */
 enum Output : int64_t { AS_RESULT, AS_X, OF_SOFTSHRINK };
-
-bool fills_vectors(const Tensor &x) {
-    if (x.element_size() < 4) return false;
-    const int64_t parts = std::min<int64_t>(at::get_num_threads(), (x.numel() + GRAIN - 1) / GRAIN);
-    return x.numel() % (std::max<int64_t>(parts, 1) * ELEMENTS_OF_VECTORS) == 0;
-}
 
 Backward bits_backward;
 
@@ -53,7 +47,8 @@ PyObject *bits(PyObject *, PyObject *const *args, Py_ssize_t count) {
         if (kind >= HARDSIGMOID && x->scalar_type() == at::kDouble) Py_RETURN_NONE;
         if (!from_bits(*x, family) || !(kernel = to_bits(*x, kind, true))) Py_RETURN_NONE;
     } else {
-        by_torch = output == OF_SOFTSHRINK && !fills_vectors(*x);
+        const bool fills = x->element_size() >= 4 && fills_vectors(x->numel(), at::get_num_threads());
+        by_torch = output == OF_SOFTSHRINK && !fills;
         loop = loop_for(by_torch ? family_of[NOT_INSIDE] : forward, x->scalar_type());
         if (!loop || !loop_for(family_of[family], x->scalar_type())) Py_RETURN_NONE;
     }
