@@ -369,6 +369,12 @@ def _backward(
     """The gradients in the dtypes of their arguments, and as those lie on an ``Explicit`` mesh."""
     assert rule.bwd is not None
     grads = rule.bwd(g, wrt, Residuals.of(rule.row, wrt)(saved), shapes, **options)
+    for name in sorted(wrt):
+        if grads[name].shape != shapes[name].shape:
+            raise TypeError(
+                f"the rule of row {rule.row.name!r} gives {name!r}, which has the shape "
+                f"{shapes[name].shape}, a gradient of shape {grads[name].shape}"
+            )
     return {
         name: placed(grads[name].astype(shapes[name].dtype), shapes[name]) for name in sorted(wrt)
     }

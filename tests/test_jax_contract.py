@@ -1477,6 +1477,15 @@ def test_rows_are_defined_once_and_completely() -> None:
         function.define(TABLE["relu"], lambda x: x)
 
 
+@every_form
+def test_a_gradient_of_another_shape_is_named(form: function.Form) -> None:
+    rule = RULES["relu"]._replace(bwd=lambda g, *_, **__: {"x": g[None]})
+    relu = differentiable(rule)
+    text = r"'relu' gives 'x', which has the shape \(3,\), a gradient of shape \(1, 3\)"
+    with function.using(form), pytest.raises(TypeError, match=text):
+        jax.grad(lambda x: relu(x).sum())(jnp.ones(3))
+
+
 def test_layouts_are_orders_of_the_rows_axes() -> None:
     for rule in function.RULES.values():
         for name, axes in rule.row.args.items():

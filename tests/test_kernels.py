@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, assume, example, given, settings, strategies as st
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch._vmap_internals import _vmap
 from torch.torch_version import TorchVersion
@@ -168,6 +169,18 @@ def test_fake_tensors_leave_the_table_real(cached: bool) -> None:
         fake = unpack(mode.from_tensor(packed), like, 3.0, torch.float32)
     assert (fake.shape, fake.dtype) == (mask.shape, torch.float32)
     assert unpack(packed, like, 3.0, torch.float32).tolist() == [3.0, 0.0, 3.0]
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.functionalize])
+def test_transforms_leave_the_table_plain(transform: Callable[..., Any]) -> None:
+    """So does one made under a transform, of whose level it is."""
+    packed, like = torch.tensor([5], dtype=torch.uint8), Like.of(torch.ones(3))
+    reference._cached_table.cache_clear()
+    transform(lambda x: (x * reference.unpack(packed, like, 3.0, x.dtype)).sum())(torch.ones(3))
+    assert reference.unpack(packed, like, 3.0, torch.float32).tolist() == [3.0, 0.0, 3.0]
+    table = reference._cached_table(3.0, 0, torch.float32, packed.device)
+    assert not is_functorch_wrapped_tensor(table)
+    assert not torch._is_functional_tensor(table)
 
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)

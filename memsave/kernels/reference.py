@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._C import _len_torch_dispatch_stack
+from torch._C import _are_functorch_transforms_active, _len_torch_dispatch_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 GATHER = 0x0102040810204080  # byte k of the factor moves boolean k to bit k of the top byte
@@ -278,6 +278,7 @@ def unpack(bits: Tensor, like: Like, on: float, dtype: torch.dtype, off: float =
         return _unpack_traced(bits[0], like, on, dtype, off)
     # A table made of fake tensors, under functorch or for a CUDA graph must not outlive its mode.
     lasts = type(bits) is Tensor and not torch.compiler.is_compiling()
+    lasts = lasts and not _are_functorch_transforms_active()
     if lasts and bits.is_cuda:
         lasts = not torch.cuda.is_current_stream_capturing()
     table = _cached_table if lasts else _table
