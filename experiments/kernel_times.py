@@ -203,10 +203,7 @@ def measure(case: Case) -> dict[str, Any]:
         if not step().equal(expected[1]):
             raise AssertionError(f"{name} computes something else")
     return {
-        name: compare(
-            {n: _often(_calls(case), step) for n, step in {**each, AGAIN: each["stock"]}.items()},
-            case.repeats,
-        )
+        name: compare({**each, AGAIN: each["stock"]}, case.repeats, calls=_calls(case))
         for name, each in steps.items()
     }
 
@@ -214,14 +211,6 @@ def measure(case: Case) -> dict[str, Any]:
 def _calls(case: Case) -> int:
     """That are timed as one."""
     return CALLS if case.rows <= FEW_ROWS else 1
-
-
-def _often(calls: int, step: Callable[[], Any]) -> Callable[[], None]:
-    def steps() -> None:
-        for _ in range(calls):
-            step()
-
-    return steps
 
 
 def show(records: Sequence[Record[Case]]) -> str:
@@ -233,7 +222,7 @@ def show(records: Sequence[Record[Case]]) -> str:
             (
                 f"{record.case.rows / 256:g}",
                 name,
-                f"{times['stock']['seconds'] * 1e6 / _calls(record.case):.3g}",
+                f"{times['stock']['seconds'] * 1e6:.3g}",
                 *(_cell(times, column) for column in columns),
             )
             for record in records
