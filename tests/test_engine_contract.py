@@ -1380,6 +1380,37 @@ def test_layout_of_the_gradient_of_one_window(pool: str) -> None:
     same(ours, stock, layout=True)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dims", [2, 3])
+@pytest.mark.parametrize("layer", ["InstanceNorm", "ReLU", "LeakyReLU"])
+@pytest.mark.usefixtures("by_nodes_and_by_rules")
+def test_large_gradients_that_are_stored_otherwise(layer: str, dims: int, dtype) -> None:
+    """Than the input: each with channels first or last."""
+    name = f"{layer}{dims}d" if layer == "InstanceNorm" else layer
+    arguments = (5,) if layer == "InstanceNorm" else ()
+    stock, ours = (getattr(of, name)(*arguments) for of in (nn, memsave.nn))
+    drawn = torch.randn(2, 2, 5, *[92, 91] if dims == 2 else [21, 20, 19], dtype=dtype)
+    last = torch.channels_last if dims == 2 else torch.channels_last_3d
+    for formats in itertools.product((torch.contiguous_format, last), repeat=2):
+        x, g = (t.clone(memory_format=own) for t, own in zip(drawn, formats, strict=True))
+        x.requires_grad_()
+        made = [(y := module(x), *torch.autograd.grad(y, x, g)) for module in (stock, ours)]
+        for expected, actual in zip(*made, strict=True):
+            same(actual, expected, **({"rtol": 2e-2, "atol": 2e-2} if dtype.itemsize == 2 else {}))
+        assert made[0][0].stride() == made[1][0].stride()
+
+
+@pytest.mark.usefixtures("by_nodes_and_by_rules")
+def test_the_gradient_of_one_channel_is_not_overwritten() -> None:
+    """It is contiguous, with other strides of axes of one place than the bits."""
+    x = torch.randn(1, 1, 200, 200, requires_grad=True)
+    g = torch.randn(200, 200).as_strided((1, 1, 200, 200), (1, 1, 200, 1))
+    before = g.clone()
+    (dx,) = torch.autograd.grad(memsave.nn.ReLU()(x), x, g)
+    assert g.equal(before)
+    assert dx.equal(torch.where(x > 0, g, 0))
+
+
 @pytest.mark.parametrize("size", [0, (0, 2)])
 def test_averages_of_no_places(size: Any) -> None:
     """Stock's error, also where the channels are stored last."""

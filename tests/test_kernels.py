@@ -1225,6 +1225,32 @@ def test_memory_of_what_is_scaled(elements: int) -> None:
     assert y.equal(torch.where(x > 0, 2 * x, x / 2))
 
 
+@pytest.mark.parametrize("shape", [(3, 17, 10, 7), (2, 3, 2, 5, 4), (1, 40, 1, 15), (4, 1, 8, 8)])
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.int8, torch.complex64, torch.complex128], ids=str)
+def test_contiguous(native: Any, monkeypatch, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """As torch's, of every format."""
+    monkeypatch.setattr(native, "LEAST_ELEMENTS", 1)
+    channels_first = native._native.channels_first
+    done: list[bool] = []
+
+    class Counting:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(native_module, name)
+
+        def channels_first(self, *args: Any) -> bool:
+            done.append(channels_first(*args))
+            return done[-1]
+
+    native_module = native._native
+    monkeypatch.setattr(native, "_native", Counting())
+    x = torch.randn(shape).mul(9).to(dtype)
+    for stored in (x, x.to(memory_format=LAST[x.ndim - 2]), x.transpose(1, 2).clone()):
+        y = native.contiguous(stored)
+        assert y.equal(stored)
+        assert y.is_contiguous()
+    assert any(done) == (dtype.is_floating_point and shape[1] > 1)
+
+
 @pytest.mark.parametrize(
     "change",
     [

@@ -1283,6 +1283,21 @@ def test_modules_of_no_tensor(name: str, value: Any) -> None:
 
 
 @needs_nodes
+@pytest.mark.parametrize("places", [8, 64])
+def test_group_norm_of_channels_that_are_stored_last(places: int) -> None:
+    """By torch itself, but where its kernel crashes (in 2.13): see ``is_taken_as_it_is``."""
+    module = memsave.nn.GroupNorm(2, 4)
+    x = torch.randn(2, 4, places, places).to(memory_format=torch.channels_last)
+    for wants_x in (True, False):
+        x.requires_grad_(wants_x)
+        y = kernels.nodes.group_norm_of("group_norm", module.__dict__, x)
+        assert (y is not None) == (wants_x or places == 64)
+        y = module(x)
+        same(y, nn.functional.group_norm(x, 2), layout=True, rtol=1e-5, atol=1e-6)
+        torch.autograd.grad(y.sum(), [module.weight, *([x] if wants_x else [])])
+
+
+@needs_nodes
 @pytest.mark.parametrize("name", BY_ATTRIBUTES)
 def test_what_a_node_finds_by_the_names_of_attributes(name: str, monkeypatch) -> None:
     """Nothing of the engine runs, but where something is on that it has to see."""

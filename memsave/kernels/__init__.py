@@ -67,6 +67,7 @@ relu = _fastest("relu")
 batch_norm = _fastest("batch_norm")
 batch_norm_backward = _fastest("batch_norm_backward")
 compare = _fastest("compare")
+contiguous = _fastest("contiguous")
 max_pool = _fastest("max_pool")
 norm = _fastest("norm")
 select = _fastest("select")
@@ -88,6 +89,7 @@ __all__ = [
     "batch_norm",
     "batch_norm_backward",
     "compare",
+    "contiguous",
     "max_pool",
     "norm",
     "pack",

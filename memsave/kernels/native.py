@@ -19,11 +19,19 @@ from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
 from torch.nn import Parameter
 
 from . import _native  # type: ignore[attr-defined]
-from .memory import empty_result, in_order, is_as_result, layout_of_pool, len_of_functions, planes
+from .memory import (
+    FORMATS,
+    empty_result,
+    in_order,
+    is_as_result,
+    layout_of_pool,
+    len_of_functions,
+    planes,
+)
 from .reference import AS_X, PIECES, TESTS, Like, Rows, Windows
 
 #: That of csrc/loops.h.
-INTERFACE = 24
+INTERFACE = 25
 
 
 def check(module: ModuleType) -> None:
@@ -113,7 +121,7 @@ def norm(rows: Rows, wrt: frozenset[str]) -> dict[str, Tensor] | None:
         return None
     if per is not None and not (kept.is_contiguous() and g.numel()):
         return None
-    g, kept = g.contiguous(), kept.contiguous()
+    g, kept = contiguous(g), kept.contiguous()
     if not _native.has_memory(g):
         return None
     dtype = g.dtype if g.dtype in DTYPES else torch.float32  # of vectors
@@ -203,7 +211,19 @@ def batch_norm_backward(
         if name in wrt:
             grads[name] = torch.empty_like(mean)
     new = (grads.get("x"), mean, rstd, weight, grads.get("weight"), grads.get("bias"))
-    return grads if _native.batch_norm_backward(_channels(x), g.contiguous(), x, *new) else None
+    return grads if _native.batch_norm_backward(_channels(x), contiguous(g), x, *new) else None
+
+
+def contiguous(x: Tensor) -> Tensor:
+    """By whole lines of the cache, as torch's copy does not, where channels are stored last."""
+    last = FORMATS.get(x.ndim)
+    if last is None or x.is_contiguous() or not x.is_contiguous(memory_format=last):
+        return x.contiguous()
+    if x.is_cpu and x.numel() >= LEAST_ELEMENTS and _native.has_memory(x):
+        y = torch.empty(x.shape, dtype=x.dtype, device="cpu")
+        if _native.channels_first(_channels(x), x, y):
+            return y
+    return x.contiguous()
 
 
 def _channels(x: Tensor) -> tuple[int, int, int]:

@@ -199,6 +199,11 @@ def batch_norm_backward(
     return None
 
 
+def contiguous(x: Tensor) -> Tensor:
+    """As :meth:`torch.Tensor.contiguous`, where no derivative is asked."""
+    return x.contiguous()
+
+
 class Windows(NamedTuple):
     """The windows of max pooling: one value per spatial axis throughout.
 

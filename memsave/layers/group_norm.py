@@ -18,7 +18,7 @@ from torch._prims_common import suggest_memory_format
 from torch.compiler import is_dynamo_compiling
 
 from .. import kernels, spec
-from .._context import widened
+from .._context import is_final, widened
 from ..function import INPUT, WEIGHT, Grads, Mask, Saved, Shapes, by_node, define, for_stock
 from ..kernels.memory import FORMATS
 from .batch_norm import are_numbers, batch_norm, by_batch, weight_or_ones, zeros
@@ -229,7 +229,7 @@ def _instance_fwd(
     # As torch does it: batch normalization of one example that has all channels.
     n, cast = x.shape[0], _as_weight(running_mean, running_var, x, weight)
     each = [None if v is None else v.repeat(n) for v in (*cast, weight, bias)]
-    y, *statistics = by_batch(_as_one(x), *each, momentum=momentum, eps=eps)
+    y, *statistics = by_batch(_as_one(kernels.contiguous(x)), *each, momentum=momentum, eps=eps)
     for running, updated in zip(args[:2], each[:2], strict=True):
         if running is not None and updated is not None:
             running.copy_(updated.view(n, -1).mean(0))
@@ -249,7 +249,7 @@ def _as_weight(
 
 def _as_one(x: Tensor) -> Tensor:
     """All channels of all examples as those of one."""
-    return x.contiguous().view(1, -1, *x.shape[2:])
+    return x.view(1, -1, *x.shape[2:])
 
 
 def _instance_bwd(
@@ -260,6 +260,9 @@ def _instance_bwd(
         return zeros(g, wrt, shapes)
     if wrt == {"bias"}:
         return {"bias": like_argument(grouped(g, g.shape[1]).sum((0, 3)), shapes, "bias")}
+    # (As torch has them, which keeps such a copy of x.)
+    contiguous = kernels.contiguous if is_final(g) else Tensor.contiguous
+    g, saved = contiguous(g), type(saved)(saved, x=contiguous(saved["x"]))  # type: ignore[call-arg]
     if (fast := by_kernel({"y": g}, wrt, saved, shapes, g.shape[1], "x", True)) is not None:
         return fast
     weight = weight_or_ones(saved["weight"] if "x" in wrt else None, g, shapes)

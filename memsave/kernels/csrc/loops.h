@@ -9,7 +9,7 @@
 
 /* To be counted up, in native.py too, with each change of what is below or of what Python calls: so that
    nothing runs that was compiled from another state of the sources. */
-enum { INTERFACE = 24 };
+enum { INTERFACE = 25 };
 
 /* Kinds of numbers. */
 enum { OF_FLOAT, OF_DOUBLE, OF_BFLOAT16, OF_FLOAT16 };
@@ -106,6 +106,9 @@ typedef struct {
     void (*bernoulli)(Twister *twister, uint8_t *bits, ptrdiff_t elements, double p);
     /* Of floats or bfloat16. */
     void (*softmax)(const Softmax *softmax, int kind, ptrdiff_t rows, ptrdiff_t threads);
+    /* Of images that store their channels last, to y, of elements of so many bytes: 2, 4 or 8. */
+    void (*channels_first)(const void *x, void *y, ptrdiff_t bytes, ptrdiff_t images, ptrdiff_t channels,
+                           ptrdiff_t places, ptrdiff_t threads);
 } Loops;
 
 #endif

@@ -17,6 +17,7 @@
 #include "native/activation.h"
 #include "native/batch_norm.h"
 #include "native/curve.h"
+#include "native/formats.h"
 #include "native/loss.h"
 #include "native/norm.h"
 #include "native/pooling.h"
@@ -73,6 +74,15 @@ static void run_softmax(const Softmax *rows, int kind, size count, size threads)
     const int of_images = rows->places > 1;
     run((Task){loops[of_images][kind != OF_FLOAT], rows, count, of_images ? PLACES_AT_ONCE : 1}, threads,
         count * rows->features);
+}
+
+/* Of elements of 2, 4 or 8 bytes. */
+static void channels_first(const void *x, void *y, size bytes, size count, size channels, size places,
+                           size threads) {
+    Loop *const loops[] = {channels_first_uint16_t, channels_first_uint32_t, channels_first_uint64_t};
+    const Images images = {x, y, channels, places};
+    const Task task = {loops[bytes >> 2], &images, count * ((places + STRIP - 1) / STRIP), 1};
+    run(task, threads, count * channels * places);
 }
 
 static Loop *loop_for(size family, int code, int bits) {
@@ -395,6 +405,24 @@ static PyObject *pool(PyObject *module, PyObject *args) {
     Py_RETURN_TRUE;
 }
 
+static PyObject *to_channels_first(PyObject *module, PyObject *args) {
+    size count, channels, places;
+    PyObject *tensors[2];
+    DLTensor arrays[2];
+    const void *data[2];
+    if (!PyArg_ParseTuple(args, "(nnn)OO:channels_first", &count, &channels, &places, &tensors[0], &tensors[1]))
+        return NULL;
+    const size elements = count * channels * places, threads = threads_for(elements);
+    const int can = look_at_all(tensors, arrays, data, 2);
+    if (can < 0 || threads < 0) return NULL;
+    const int bytes = arrays[0].bits / 8;
+    if (!can || (bytes != 2 && bytes != 4 && bytes != 8) || arrays[1].bits != arrays[0].bits) Py_RETURN_FALSE;
+    Py_BEGIN_ALLOW_THREADS;
+    channels_first(data[0], (void *)data[1], bytes, count, channels, places, threads);
+    Py_END_ALLOW_THREADS;
+    Py_RETURN_TRUE;
+}
+
 static PyMethodDef methods[] = {
     {"connect", connect, METH_VARARGS,
      "connect(capsule, Tensor, Parameter, is_neg, empty_result, empty_bytes, overwritten, threads, mode, "
@@ -424,6 +452,9 @@ static PyMethodDef methods[] = {
     {"batch_norm_backward", batch_norm_backward, METH_VARARGS,
      "batch_norm_backward((batch, channels, places), g, x, dx, mean, rstd, weight, dweight, dbias): "
      "as batch_norm"},
+    {"channels_first", to_channels_first, METH_VARARGS,
+     "channels_first((images, channels, places), x, y): whether the loop is for such tensors, of which x "
+     "stores the channels last, and y is contiguous"},
     {"pool", pool, METH_VARARGS,
      "pool(backwards, planes, channels, x, y, offsets, in, out, kernel, stride, padding, dilation), "
      "where sizes have three values: whether the loop is for such tensors"},
@@ -438,7 +469,7 @@ static int add_names(PyObject *module, const Named *table, size count) {
 
 static int add_loops(PyObject *module) {
     static const Loops loops = {loop_for, run_over_bits,     run_pool,   run_adaptive_pool,
-                                run_norm, bernoulli, run_softmax};
+                                run_norm, bernoulli, run_softmax, channels_first};
     PyObject *capsule = PyCapsule_New((void *)&loops, LOOPS, NULL);
     const int failed = !capsule || PyModule_AddObjectRef(module, "loops", capsule) < 0;
     Py_XDECREF(capsule);

@@ -26,4 +26,28 @@ void run(Loop *loop, const Tensor &x, const Tensor &y, const Tensor &bits, doubl
     loops->run(loop, &arrays, x.numel(), at::get_num_threads());
 }
 
+/* As Tensor::contiguous. (Whose copy is slower, but has a derivative.) */
+Tensor contiguous(const Tensor &x, bool is_constant) {
+    const auto last = x.dim() == 4 ? at::MemoryFormat::ChannelsLast : at::MemoryFormat::ChannelsLast3d;
+    const bool has_last = (x.dim() == 4 || x.dim() == 5) && !x.is_contiguous() && x.is_contiguous(last);
+    const bool is_served = x.numel() > GRAIN && at::isFloatingType(x.scalar_type()) && x.element_size() > 1;
+    if (!has_last || !is_served || !is_plain(x) || !is_constant) return x.contiguous();
+    const Tensor y = memory(x.sizes(), x.scalar_type());
+    const int64_t images = x.size(0), channels = x.size(1);
+    loops->channels_first(x.const_data_ptr(), y.mutable_data_ptr(), x.element_size(), images, channels,
+                          x.numel() / images / channels, at::get_num_threads());
+    return y;
+}
+
+/* The gradient in the order of these strides, and memory for what a loop makes of it, which may be the same. */
+std::pair<Tensor, Tensor> in_order(const Tensor &g, at::IntArrayRef stride) {
+    if (g.strides() == stride) {
+        Tensor dx = memory_for(g); /* before there is another reference to it */
+        return {g, dx};
+    }
+    const bool is_first = !g.is_contiguous() && stride == at::IntArrayRef(c10::contiguous_strides(g.sizes()));
+    const Tensor copy = is_first ? contiguous(g, true) : memory_like(g, stride).copy_(g);
+    return {copy, copy};
+}
+
 }  // namespace

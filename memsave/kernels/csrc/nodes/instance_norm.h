@@ -3,14 +3,15 @@
 #pragma once
 
 #include "arguments.h"
+#include "cpu.h"
 #include "layer.h"
 
 namespace {
 
-Tensor as_one(const Tensor &x) {
+Tensor as_one(const Tensor &x, bool is_constant) {
     at::DimVector shape(x.sizes());
     shape[0] = 1, shape[1] = x.size(0) * x.size(1);
-    return x.contiguous().view(shape);
+    return contiguous(x, is_constant).view(shape);
 }
 
 std::optional<Tensor> for_each_example(const Tensor &vector, const Tensor &x) {
@@ -39,7 +40,7 @@ PyObject *instance_norm(PyObject *, PyObject *const *args, Py_ssize_t count) {
     Made made;
     compute([&] {
         const auto weight = for_each_example(vectors[0], *x), bias = for_each_example(vectors[1], *x);
-        const auto [y, mean, rstd] = at::native_batch_norm(as_one(*x), weight, bias, {}, {}, true, 0, eps);
+        const auto [y, mean, rstd] = at::native_batch_norm(as_one(*x, true), weight, bias, {}, {}, true, 0, eps);
         const at::IntArrayRef shape = x->sizes().slice(0, 2);
         made.y = y.view(x->sizes());
         made.kept = {*x, vectors[0], mean.view(shape), rstd.view(shape)};
@@ -54,7 +55,8 @@ Tensor instance_norm_backward(AutogradContext *ctx, const Tensor &g) {
     const auto kept = ctx->get_saved_variables();
     const double eps = ctx->saved_data.at("eps").toDouble();
     const auto weight = for_each_example(kept[1], g);
-    const auto grads = at::native_batch_norm_backward(as_one(g), as_one(kept[0]), weight, {}, {},
+    const bool fast = is_final(g);
+    const auto grads = at::native_batch_norm_backward(as_one(g, fast), as_one(kept[0], fast), weight, {}, {},
                                                       kept[2].flatten(), kept[3].flatten(), true, eps,
                                                       {true, false, false});
     return std::get<0>(grads).view(g.sizes());

@@ -238,13 +238,22 @@ PyObject *rms_norm_from_output_of(PyObject *, PyObject *const *args, Py_ssize_t 
     END_HANDLE_TH_ERRORS
 }
 
-/* (Of other layouts torch keeps a copy, or it takes more than a look.) */
+/* By torch's kernel of group normalization, which crashes, in torch 2.13, if it is asked for gradients of parameters
+   alone, where channels are last and images have few places. */
+bool is_taken_as_it_is(const Tensor &x) {
+    if (x.is_contiguous()) return true;
+    const auto format = x.suggest_memory_format();
+    const bool has_format = format != at::MemoryFormat::Contiguous && x.is_contiguous(format);
+    return x.is_cpu() && has_format && (x.requires_grad() || x.numel() / x.size(0) / x.size(1) >= 2048);
+}
+
+/* (Of other layouts torch keeps a copy.) */
 PyObject *group_norm_of(PyObject *, PyObject *const *args, Py_ssize_t count) {
     HANDLE_TH_ERRORS
     const OfTorch of(args, count, true, 0, "num_groups");
     if (!of.x || !of.eps || of.shape.size() != 1 || of.shape[0] < 1) Py_RETURN_NONE;
     const int64_t groups = of.shape[0], dims = of.x->dim();
-    if (!of.x->numel() || dims < 2 || !of.x->is_contiguous()) Py_RETURN_NONE;
+    if (!of.x->numel() || dims < 2 || !is_taken_as_it_is(*of.x)) Py_RETURN_NONE;
     if (of.x->size(0) * of.x->size(1) / groups * c10::multiply_integers(of.x->sizes().slice(2)) == 1)
         Py_RETURN_NONE; /* for Python to refuse */
     return of.wrapped([&] {

@@ -123,16 +123,6 @@ bool is_ours(const Tensor &g) {
 /* For a gradient that is laid out as g and reads none of its elements after it has written it. */
 Tensor memory_for(const Tensor &g) { return is_ours(g) ? g : memory_like(g); }
 
-/* The gradient in the order of these strides, and memory for what a loop makes of it, which may be the same. */
-std::pair<Tensor, Tensor> in_order(const Tensor &g, at::IntArrayRef stride) {
-    if (g.strides() == stride) {
-        Tensor dx = memory_for(g); /* before there is another reference to it */
-        return {g, dx};
-    }
-    const Tensor copy = memory_like(g, stride).copy_(g);
-    return {copy, copy};
-}
-
 Tensor times(const Tensor &g, const Tensor &factor) { return is_ours(g) ? g.mul_(factor) : g * factor; }
 
 /* As Tensor::to, but that a few take no longer than to write them. */
