@@ -31,7 +31,7 @@ from .memory import (
 from .reference import AS_X, PIECES, TESTS, Like, Rows, Windows
 
 #: That of csrc/loops.h.
-INTERFACE = 25
+INTERFACE = 26
 
 
 def check(module: ModuleType) -> None:

@@ -117,7 +117,8 @@ max_pool_by_windows = _nodes.max_pool_by_windows
 #: ``adaptive_max_pool(row, x, outputs, kernel, bits)``: to these sizes; ``kernel`` are those of the
 #: largest window. It keeps where the maxima are, as indices into windows, of such bits.
 adaptive_max_pool = _nodes.adaptive_max_pool
-#: ``instance_norm(row, x, weight, bias, eps)``, without running statistics.
+#: ``instance_norm(row, x, weight, bias, eps, by_loop)``, without running statistics; by the loop of
+#: :func:`memsave.kernels.batch_norm`, or by torch.
 instance_norm = _nodes.instance_norm
 #: ``norm(row, x, weight, bias, groups, from_y, centered, wants_x, eps)``: of the last axis, or of
 #: ``groups``; of root mean squares, if not centered. ``from_y``: which of ``x`` and ``y`` it keeps.

@@ -9,7 +9,7 @@
 
 /* To be counted up, in native.py too, with each change of what is below or of what Python calls: so that
    nothing runs that was compiled from another state of the sources. */
-enum { INTERFACE = 25 };
+enum { INTERFACE = 26 };
 
 /* Kinds of numbers. */
 enum { OF_FLOAT, OF_DOUBLE, OF_BFLOAT16, OF_FLOAT16 };
@@ -46,6 +46,14 @@ typedef struct {
     int64_t *places;
     ptrdiff_t in[3], out[3];
 } Adaptive;
+
+/* Batch normalization forwards, in train mode. */
+typedef struct {
+    const void *x, *weight, *bias; /* or NULL, the last two */
+    void *y, *mean, *squares, *running_mean, *running_var; /* or NULL, the last two */
+    ptrdiff_t batch, channels, places;
+    double momentum, eps;
+} BatchNorm;
 
 /* Normalization, backwards: gradients of x, weight and bias, from x or from y, of rows. */
 typedef struct {
@@ -102,6 +110,8 @@ typedef struct {
     void (*adaptive_pool)(const Adaptive *adaptive, int is_double, ptrdiff_t planes, ptrdiff_t threads);
     /* Rows of floats or doubles, or groups of several places; the same, with these threads. */
     void (*norm)(const Norm *norm, int is_double, int of_groups, ptrdiff_t rows, ptrdiff_t threads);
+    /* Of floats or doubles, in torch's default format. */
+    void (*batch_norm)(const BatchNorm *norm, int is_double, ptrdiff_t threads);
     /* Bits of whether each of some numbers in [0, 1) is below p. */
     void (*bernoulli)(Twister *twister, uint8_t *bits, ptrdiff_t elements, double p);
     /* Of floats or bfloat16. */

@@ -69,6 +69,13 @@ static void run_norm(const Norm *norm, int is_double, int of_groups, size rows, 
     run_norm_by(loops[of_groups][is_double], *norm, rows, threads);
 }
 
+static void run_batch_norm(const BatchNorm *norm, int is_double, size threads) {
+    const size parts = (norm->channels + LANES - 1) / LANES;
+    run((Task){is_double ? batch_norm_double : batch_norm_float, norm, parts, 1}, threads,
+        norm->batch * norm->channels * norm->places);
+    (is_double ? end_batch_norm_double : end_batch_norm_float)(norm);
+}
+
 static void run_softmax(const Softmax *rows, int kind, size count, size threads) {
     Loop *const loops[2][2] = {{softmax_float, softmax_bfloat16}, {image_softmax_float, image_softmax_bfloat16}};
     const int of_images = rows->places > 1;
@@ -320,10 +327,9 @@ static PyObject *batch_norm(PyObject *module, PyObject *args) {
     norm.mean = (void *)data[MEAN], norm.squares = (void *)data[RSTD];
     norm.running_mean = (void *)data[RUNNING_MEAN], norm.running_var = (void *)data[RUNNING_VAR];
     norm.weight = data[WEIGHT], norm.bias = data[BIAS];
-    const int is_double = arrays[X].bits == 64;
-    in_threads((Task){is_double ? batch_norm_double : batch_norm_float, &norm,
-                      (norm.channels + LANES - 1) / LANES, 1}, threads, elements);
-    (is_double ? end_batch_norm_double : end_batch_norm_float)(&norm);
+    Py_BEGIN_ALLOW_THREADS;
+    run_batch_norm(&norm, arrays[X].bits == 64, threads);
+    Py_END_ALLOW_THREADS;
     Py_RETURN_TRUE; /* (torch does not count it either as a version of the running statistics) */
 }
 
@@ -469,7 +475,8 @@ static int add_names(PyObject *module, const Named *table, size count) {
 
 static int add_loops(PyObject *module) {
     static const Loops loops = {loop_for, run_over_bits,     run_pool,   run_adaptive_pool,
-                                run_norm, bernoulli, run_softmax, channels_first};
+                                run_norm, run_batch_norm,    bernoulli,  run_softmax,
+                                channels_first};
     PyObject *capsule = PyCapsule_New((void *)&loops, LOOPS, NULL);
     const int failed = !capsule || PyModule_AddObjectRef(module, "loops", capsule) < 0;
     Py_XDECREF(capsule);

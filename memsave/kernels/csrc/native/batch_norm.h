@@ -7,13 +7,6 @@
 
 #include "elements.h"
 
-typedef struct {
-    const void *x, *weight, *bias; /* or NULL, the last two */
-    void *y, *mean, *squares, *running_mean, *running_var; /* or NULL, the last two */
-    size batch, channels, places;
-    double momentum, eps;
-} BatchNorm;
-
 /* Of TERM, an expression of `value`, that is VALUE, of the element v of lane l. */
 #define SUM_OF_CHANNELS(T, VALUE, TERM)                                                 \
     for (size l = 0; l < LANES; l++) sum[l] = 0;                                        \

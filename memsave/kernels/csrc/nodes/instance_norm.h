@@ -8,10 +8,10 @@
 
 namespace {
 
-Tensor as_one(const Tensor &x, bool is_constant) {
+Tensor as_one(const Tensor &x) {
     at::DimVector shape(x.sizes());
     shape[0] = 1, shape[1] = x.size(0) * x.size(1);
-    return contiguous(x, is_constant).view(shape);
+    return x.view(shape);
 }
 
 std::optional<Tensor> for_each_example(const Tensor &vector, const Tensor &x) {
@@ -19,11 +19,26 @@ std::optional<Tensor> for_each_example(const Tensor &vector, const Tensor &x) {
     return x.size(0) == 1 ? vector : vector.repeat(x.size(0));
 }
 
+const void *data_of(const std::optional<Tensor> &vector) { return vector ? vector->const_data_ptr() : nullptr; }
+
+/* The output and the statistics, of memory that is contiguous. */
+std::tuple<Tensor, Tensor, Tensor> normalized_by_loop(const Tensor &x, const std::optional<Tensor> &weight,
+                                                      const std::optional<Tensor> &bias, double eps) {
+    const auto dtype = x.scalar_type();
+    const int64_t channels = x.size(0) * x.size(1);
+    const Tensor y = memory(x.sizes(), dtype), mean = memory({channels}, dtype), rstd = memory({channels}, dtype);
+    const BatchNorm norm = {x.const_data_ptr(), data_of(weight), data_of(bias), y.mutable_data_ptr(),
+                            mean.mutable_data_ptr(), rstd.mutable_data_ptr(), nullptr, nullptr,
+                            1, channels, x.numel() / channels, 0, eps};
+    loops->batch_norm(&norm, dtype == at::kDouble, at::get_num_threads());
+    return {y, mean, rstd};
+}
+
 Backward instance_norm_backward;
 
 PyObject *instance_norm(PyObject *, PyObject *const *args, Py_ssize_t count) {
     HANDLE_TH_ERRORS
-    TORCH_CHECK_TYPE(count == 5, "instance_norm takes 5 arguments");
+    TORCH_CHECK_TYPE(count == 6, "instance_norm takes 6 arguments");
     const Tensor *x = plain(args[1]);
     double eps;
     Tensor vectors[2];
@@ -37,10 +52,16 @@ PyObject *instance_norm(PyObject *, PyObject *const *args, Py_ssize_t count) {
             Py_RETURN_NONE;
         vectors[k] = *vector;
     }
+    const bool by_loop = args[5] == Py_True;
     Made made;
     compute([&] {
-        const auto weight = for_each_example(vectors[0], *x), bias = for_each_example(vectors[1], *x);
-        const auto [y, mean, rstd] = at::native_batch_norm(as_one(*x, true), weight, bias, {}, {}, true, 0, eps);
+        const Tensor read = contiguous(*x, true);
+        auto weight = for_each_example(vectors[0], *x), bias = for_each_example(vectors[1], *x);
+        if (weight) weight = weight->contiguous();
+        if (bias) bias = bias->contiguous();
+        const auto [y, mean, rstd] =
+            by_loop ? normalized_by_loop(read, weight, bias, eps)
+                    : at::native_batch_norm(as_one(read), weight, bias, {}, {}, true, 0, eps);
         const at::IntArrayRef shape = x->sizes().slice(0, 2);
         made.y = y.view(x->sizes());
         made.kept = {*x, vectors[0], mean.view(shape), rstd.view(shape)};
@@ -54,9 +75,30 @@ PyObject *instance_norm(PyObject *, PyObject *const *args, Py_ssize_t count) {
 Tensor instance_norm_backward(AutogradContext *ctx, const Tensor &g) {
     const auto kept = ctx->get_saved_variables();
     const double eps = ctx->saved_data.at("eps").toDouble();
+    const auto dtype = g.scalar_type();
+    bool fast = is_final(g) && (dtype == at::kFloat || dtype == at::kDouble) && kept[0].sizes() == g.sizes();
+    for (const Tensor &one : kept) fast = fast && (!one.defined() || (is_plain(one) && one.scalar_type() == dtype));
+    if (fast) {
+        at::AutoDispatchBelowADInplaceOrView guard;
+        const int64_t channels = g.size(1), rows = g.size(0) * channels;
+        /* (Another reference to what is contiguous would be one too many for is_ours.) */
+        const Tensor copied = g.is_contiguous() ? Tensor() : contiguous(g, true);
+        const Tensor dx = copied.defined() ? copied : memory_for(g), x = contiguous(kept[0], true);
+        const Tensor weight = kept[1].defined() ? kept[1].contiguous() : Tensor();
+        const Tensor mean = kept[2].contiguous(), rstd = kept[3].contiguous();
+        TORCH_CHECK(mean.numel() == rows && rstd.numel() == rows && (!weight.defined() || weight.numel() == channels),
+                    "what was kept has another shape now");
+        const Norm norm = {(copied.defined() ? copied : g).const_data_ptr(), x.const_data_ptr(),
+                           mean.const_data_ptr(), rstd.const_data_ptr(),
+                           weight.defined() ? weight.const_data_ptr() : nullptr, nullptr, nullptr,
+                           dx.mutable_data_ptr(), nullptr, nullptr, nullptr,
+                           1, channels, g.numel() / rows, 0, false, true};
+        loops->norm(&norm, dtype == at::kDouble, true, rows, at::get_num_threads());
+        return dx;
+    }
     const auto weight = for_each_example(kept[1], g);
-    const bool fast = is_final(g);
-    const auto grads = at::native_batch_norm_backward(as_one(g, fast), as_one(kept[0], fast), weight, {}, {},
+    const auto grads = at::native_batch_norm_backward(as_one(contiguous(g, is_final(g))),
+                                                      as_one(contiguous(kept[0], is_final(g))), weight, {}, {},
                                                       kept[2].flatten(), kept[3].flatten(), true, eps,
                                                       {true, false, false});
     return std::get<0>(grads).view(g.sizes());
