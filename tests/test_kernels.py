@@ -30,7 +30,7 @@ from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import memsave
-from memsave import functional, kernels
+from memsave import function, functional, kernels
 from memsave.kernels import pack, reference, unpack
 from memsave.kernels.reference import Like, Rows, Windows
 from memsave.layers import norm_gradients
@@ -1160,8 +1160,11 @@ def test_batch_norm(native: Any, batch_normed: BatchNormed, momentum: float, eps
 @pytest.mark.parametrize("absent", [set()])
 @pytest.mark.parametrize("shape", [(2, 4, 6, 8)])
 @pytest.mark.parametrize("dtype", [torch.float64])
-def test_batch_norm_modules_with_the_kernel(native: Any, batch_normed: BatchNormed) -> None:
+def test_batch_norm_modules_with_the_kernel(
+    native: Any, batch_normed: BatchNormed, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whatever is wanted, and twice: outputs, gradients and their gradients are stock's."""
+    monkeypatch.setattr(function, "nodes", None)  # which leave inputs of this size to torch
     found = []
 
     def run(module: torch.nn.Module, wanted: tuple[str, ...]) -> list[Tensor]:

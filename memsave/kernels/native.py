@@ -31,7 +31,7 @@ from .memory import (
 from .reference import AS_X, PIECES, TESTS, Like, Rows, Windows
 
 #: That of csrc/loops.h.
-INTERFACE = 26
+INTERFACE = 27
 
 
 def check(module: ModuleType) -> None:
@@ -165,9 +165,8 @@ def _vector(vector: Tensor | None, g: Tensor, dtype: torch.dtype) -> Tensor | No
     return vector.to(dtype) if vector.dtype == g.dtype != dtype else vector
 
 
-#: Of fewer elements, what the loop saves is less than a Python function takes (on two cores, as
-#: measured); and of fewer places, it has nothing to take together.
-LEAST_ELEMENTS, LEAST_PLACES = 75_000, 8
+#: Of the inputs of :func:`batch_norm`.
+LEAST_ELEMENTS, LEAST_PLACES = _native.LEAST_ELEMENTS, _native.LEAST_PLACES
 #: Whether torch has been told to do without what this processor has: then it rounds otherwise.
 _IS_PLAIN = os.environ.get("ATEN_CPU_CAPABILITY") == "default"
 

@@ -467,6 +467,11 @@ static PyMethodDef methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
+static const struct {
+    const char *name;
+    long value;
+} CONSTANTS[] = {{"INTERFACE", INTERFACE}, {"LEAST_ELEMENTS", LEAST_ELEMENTS}, {"LEAST_PLACES", LEAST_PLACES}};
+
 static int add_names(PyObject *module, const Named *table, size count) {
     for (size k = 0; k < count; k++)
         if (PyModule_AddIntConstant(module, table[k].name, (long)k) < 0) return -1;
@@ -480,7 +485,9 @@ static int add_loops(PyObject *module) {
     PyObject *capsule = PyCapsule_New((void *)&loops, LOOPS, NULL);
     const int failed = !capsule || PyModule_AddObjectRef(module, "loops", capsule) < 0;
     Py_XDECREF(capsule);
-    if (failed || PyModule_AddIntConstant(module, "INTERFACE", INTERFACE)) return -1;
+    if (failed) return -1;
+    for (size k = 0; k < COUNT(CONSTANTS); k++)
+        if (PyModule_AddIntConstant(module, CONSTANTS[k].name, CONSTANTS[k].value) < 0) return -1;
     if (add_names(module, NORMS, COUNT(NORMS))) return -1;
     for (size k = 0; k < COUNT(OVER_BITS); k++)
         if (PyModule_AddIntConstant(module, OVER_BITS[k].name, (long)k) < 0) return -1;
