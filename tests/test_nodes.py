@@ -1374,7 +1374,13 @@ def test_what_a_node_finds_in_a_module() -> None:
         assert name(module)
     with FunctionMode():
         assert name(conv) == name(norm) == ""
-    assert name(norm.train()) == ""  # on CPU
+    assert name(norm.train()) == "NativeBatchNormBackward0"
+    x = torch.randn(2, 4, 100, 100)
+    assert name(norm) == ""  # for which there is a loop
+    x = x.to(memory_format=torch.channels_last)
+    assert name(norm) == "NativeBatchNormBackward0"
+    x = x.contiguous().bfloat16()
+    assert name(norm) == "NativeBatchNormBackward0"
     conv._conv_forward = None
     assert name(conv) == ""
 
