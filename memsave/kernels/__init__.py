@@ -61,7 +61,8 @@ def _question(name: str) -> Callable[..., bool]:
 #: ``are_arrays(*tensors)``: whether each is surely a plain one, strided and real, or ``None``.
 #: (A look at once, where asking for each property costs more than some kernels.)
 are_arrays = _question("are_arrays")
-#: ``beats_batch_norm(x)``: whether ``batch_norm`` is faster than torch's for such an input.
+#: ``beats_batch_norm(x, copied=False)``: whether ``batch_norm`` is faster than torch's for such an
+#: input, or a contiguous copy of it.
 beats_batch_norm = _question("beats_batch_norm")
 relu = _fastest("relu")
 batch_norm = _fastest("batch_norm")

@@ -121,7 +121,7 @@ def norm(rows: Rows, wrt: frozenset[str]) -> dict[str, Tensor] | None:
         return None
     if per is not None and not (kept.is_contiguous() and g.numel()):
         return None
-    g, kept = contiguous(g), kept.contiguous()
+    g, kept = contiguous(g), contiguous(kept)
     if not _native.has_memory(g):
         return None
     dtype = g.dtype if g.dtype in DTYPES else torch.float32  # of vectors
@@ -171,9 +171,13 @@ LEAST_ELEMENTS, LEAST_PLACES = _native.LEAST_ELEMENTS, _native.LEAST_PLACES
 _IS_PLAIN = os.environ.get("ATEN_CPU_CAPABILITY") == "default"
 
 
-def beats_batch_norm(x: Tensor) -> bool:
-    """Whether :func:`batch_norm` applies to such an input, and is faster than torch's."""
-    if x.dtype not in DTYPES or x.numel() < LEAST_ELEMENTS or not x.is_contiguous() or _IS_PLAIN:
+def beats_batch_norm(x: Tensor, copied: bool = False) -> bool:
+    """Whether :func:`batch_norm` applies to such an input (or, ``copied``, to what is contiguous of
+    it), and is faster than torch's.
+    """
+    if x.dtype not in DTYPES or x.numel() < LEAST_ELEMENTS or _IS_PLAIN:
+        return False
+    if not (copied or x.is_contiguous()):
         return False
     return x.is_cpu and x.ndim > 2 and x.shape[2:].numel() >= LEAST_PLACES
 
@@ -216,9 +220,8 @@ def batch_norm_backward(
 def contiguous(x: Tensor) -> Tensor:
     """By whole lines of the cache, as torch's copy does not, where channels are stored last."""
     last = FORMATS.get(x.ndim)
-    if last is None or x.is_contiguous() or not x.is_contiguous(memory_format=last):
-        return x.contiguous()
-    if x.is_cpu and x.numel() >= LEAST_ELEMENTS and _native.has_memory(x):
+    is_last = last and not x.is_contiguous() and x.is_contiguous(memory_format=last)
+    if is_last and x.is_cpu and x.numel() >= LEAST_ELEMENTS and _native.has_memory(x):
         y = torch.empty(x.shape, dtype=x.dtype, device="cpu")
         if _native.channels_first(_channels(x), x, y):
             return y

@@ -45,10 +45,8 @@ PyObject *batch_norm_eval(PyObject *, PyObject *const *args, Py_ssize_t count) {
    leaves out terms, and on CUDA it keeps a copy of what is stored in neither of its formats. (On CPU, in training,
    there may be a faster loop, which is for Python to find: see beats_batch_norm of native.py.) */
 bool is_for_torch(const Tensor &x, bool trains) {
-    if (!x.is_cuda()) {
-        const bool is_wide = x.scalar_type() == at::kFloat || x.scalar_type() == at::kDouble;
-        return !trains || !is_wide || !x.is_contiguous() || x.dim() < 3 || x.numel() < LEAST_ELEMENTS;
-    }
+    if (!x.is_cuda())
+        return !trains || !is_wide(x) || !x.is_contiguous() || x.dim() < 3 || x.numel() < LEAST_ELEMENTS;
     return x.is_contiguous() || x.is_contiguous(at::MemoryFormat::ChannelsLast) ||
            x.is_contiguous(at::MemoryFormat::ChannelsLast3d);
 }

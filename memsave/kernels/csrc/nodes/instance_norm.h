@@ -3,8 +3,8 @@
 #pragma once
 
 #include "arguments.h"
-#include "cpu.h"
 #include "layer.h"
+#include "norm.h"
 
 namespace {
 
@@ -16,7 +16,7 @@ Tensor as_one(const Tensor &x) {
 
 std::optional<Tensor> for_each_example(const Tensor &vector, const Tensor &x) {
     if (!vector.defined()) return std::nullopt;
-    return x.size(0) == 1 ? vector : vector.repeat(x.size(0));
+    return (x.size(0) == 1 ? vector : vector.repeat(x.size(0))).contiguous();
 }
 
 const void *data_of(const std::optional<Tensor> &vector) { return vector ? vector->const_data_ptr() : nullptr; }
@@ -56,9 +56,7 @@ PyObject *instance_norm(PyObject *, PyObject *const *args, Py_ssize_t count) {
     Made made;
     compute([&] {
         const Tensor read = contiguous(*x, true);
-        auto weight = for_each_example(vectors[0], *x), bias = for_each_example(vectors[1], *x);
-        if (weight) weight = weight->contiguous();
-        if (bias) bias = bias->contiguous();
+        const auto weight = for_each_example(vectors[0], *x), bias = for_each_example(vectors[1], *x);
         const auto [y, mean, rstd] =
             by_loop ? normalized_by_loop(read, weight, bias, eps)
                     : at::native_batch_norm(as_one(read), weight, bias, {}, {}, true, 0, eps);
@@ -75,30 +73,22 @@ PyObject *instance_norm(PyObject *, PyObject *const *args, Py_ssize_t count) {
 Tensor instance_norm_backward(AutogradContext *ctx, const Tensor &g) {
     const auto kept = ctx->get_saved_variables();
     const double eps = ctx->saved_data.at("eps").toDouble();
-    const auto dtype = g.scalar_type();
-    bool fast = is_final(g) && (dtype == at::kFloat || dtype == at::kDouble) && kept[0].sizes() == g.sizes();
-    for (const Tensor &one : kept) fast = fast && (!one.defined() || (is_plain(one) && one.scalar_type() == dtype));
+    const bool at_once = is_final(g);
+    const Tensor x = contiguous(kept[0], at_once);
+    /* (Hooks of saved tensors may give back anything.) */
+    const int64_t rows = g.size(0) * g.size(1), elements[] = {g.numel(), g.size(1), rows, rows};
+    bool fast = at_once && is_wide(g) && x.sizes() == g.sizes();
+    for (int k = 0; k < 4; k++) {
+        const Tensor &one = k ? kept[k] : x;
+        fast = fast && (!one.defined() || (is_plain(one) && one.is_contiguous() && one.numel() == elements[k] &&
+                                           one.scalar_type() == g.scalar_type()));
+    }
     if (fast) {
-        at::AutoDispatchBelowADInplaceOrView guard;
-        const int64_t channels = g.size(1), rows = g.size(0) * channels;
-        /* (Another reference to what is contiguous would be one too many for is_ours.) */
-        const Tensor copied = g.is_contiguous() ? Tensor() : contiguous(g, true);
-        const Tensor dx = copied.defined() ? copied : memory_for(g), x = contiguous(kept[0], true);
-        const Tensor weight = kept[1].defined() ? kept[1].contiguous() : Tensor();
-        const Tensor mean = kept[2].contiguous(), rstd = kept[3].contiguous();
-        TORCH_CHECK(mean.numel() == rows && rstd.numel() == rows && (!weight.defined() || weight.numel() == channels),
-                    "what was kept has another shape now");
-        const Norm norm = {(copied.defined() ? copied : g).const_data_ptr(), x.const_data_ptr(),
-                           mean.const_data_ptr(), rstd.const_data_ptr(),
-                           weight.defined() ? weight.const_data_ptr() : nullptr, nullptr, nullptr,
-                           dx.mutable_data_ptr(), nullptr, nullptr, nullptr,
-                           1, channels, g.numel() / rows, 0, false, true};
-        loops->norm(&norm, dtype == at::kDouble, true, rows, at::get_num_threads());
-        return dx;
+        const bool wanted[] = {true, false, false};
+        return norm_by_loop(g, {x, kept[1], {}, {}, kept[3]}, wanted, g.size(1), false, true, kept[2])[0];
     }
     const auto weight = for_each_example(kept[1], g);
-    const auto grads = at::native_batch_norm_backward(as_one(contiguous(g, is_final(g))),
-                                                      as_one(contiguous(kept[0], is_final(g))), weight, {}, {},
+    const auto grads = at::native_batch_norm_backward(as_one(contiguous(g, at_once)), as_one(x), weight, {}, {},
                                                       kept[2].flatten(), kept[3].flatten(), true, eps,
                                                       {true, false, false});
     return std::get<0>(grads).view(g.sizes());

@@ -53,8 +53,7 @@ bool is_vector_of(const Tensor &vector, const Tensor &x, int64_t features) {
 PyObject *normalized(PyObject *row, const Tensor &x, const Vectors &vectors, int64_t groups,
                      bool from_y, bool centered, bool wants_x, std::optional<double> eps) {
     if (!x.is_contiguous() || !x.numel() || x.dim() < (groups ? 2 : 1)) Py_RETURN_NONE;
-    const bool is_wide = x.scalar_type() == at::kFloat || x.scalar_type() == at::kDouble;
-    if (!is_wide && !(x.is_cuda() && has_loops(x))) Py_RETURN_NONE;
+    if (!is_wide(x) && !(x.is_cuda() && has_loops(x))) Py_RETURN_NONE;
     const int64_t features = groups ? x.size(1) : x.size(-1), examples = groups ? x.size(0) : 0;
     if (groups && x.is_cuda()) Py_RETURN_NONE;
     if (groups && (groups < 0 || features % groups || x.numel() == groups)) Py_RETURN_NONE;
@@ -110,7 +109,7 @@ PyObject *norm(PyObject *, PyObject *const *args, Py_ssize_t count) {
 std::optional<bool> tells_its_input(const Tensor &x, const Vectors &vectors, double ratio) {
     const auto &[weight, bias] = vectors;
     if (!x.is_cpu() || is_autocast(x)) return std::nullopt;
-    if (x.scalar_type() != at::kFloat && x.scalar_type() != at::kDouble) return std::nullopt;
+    if (!is_wide(x)) return std::nullopt;
     for (const auto &vector : vectors)
         if (vector && (!vector->is_cpu() || vector->scalar_type() != x.scalar_type() || !vector->is_contiguous() ||
                        vector->numel() > MOST_FEATURES))
@@ -238,13 +237,15 @@ PyObject *rms_norm_from_output_of(PyObject *, PyObject *const *args, Py_ssize_t 
     END_HANDLE_TH_ERRORS
 }
 
+constexpr int64_t MANY_PLACES = 2048; /* of an image, as in group_norm.py */
+
 /* By torch's kernel of group normalization, which crashes, in torch 2.13, if it is asked for gradients of parameters
    alone, where channels are last and images have few places. */
 bool is_taken_as_it_is(const Tensor &x) {
     if (x.is_contiguous()) return true;
     const auto format = x.suggest_memory_format();
     const bool has_format = format != at::MemoryFormat::Contiguous && x.is_contiguous(format);
-    return x.is_cpu() && has_format && (x.requires_grad() || x.numel() / x.size(0) / x.size(1) >= 2048);
+    return x.is_cpu() && has_format && (x.requires_grad() || x.numel() / x.size(0) / x.size(1) >= MANY_PLACES);
 }
 
 /* (Of other layouts torch keeps a copy.) */
@@ -334,12 +335,12 @@ Tensor inverse_of(const Tensor &vector) {
 }
 
 variable_list norm_by_loop(const Tensor &given, const variable_list &kept, const bool *wanted, int64_t groups,
-                           bool from_y, bool centered) {
+                           bool from_y, bool centered, const Tensor &mean = {}) {
     const Tensor &array = kept[from_y ? Y : X];
     const Rows of(array, groups);
     at::AutoDispatchBelowADInplaceOrView guard;
     /* (Another reference to what is contiguous would be one too many for is_ours.) */
-    const Tensor copied = given.is_contiguous() ? Tensor() : given.contiguous();
+    const Tensor copied = given.is_contiguous() ? Tensor() : contiguous(given, true);
     const Tensor &g = copied.defined() ? copied : given;
     const int64_t threads = g.numel() > GRAIN ? at::get_num_threads() : 1;
     variable_list grads(3);
@@ -349,7 +350,7 @@ variable_list norm_by_loop(const Tensor &given, const variable_list &kept, const
     const Tensor inverse = from_y && !groups && kept[WEIGHT].defined() ? inverse_of(kept[WEIGHT]) : Tensor();
     const auto read = [](const Tensor &t) { return t.defined() ? t.const_data_ptr() : nullptr; };
     const auto write = [](const Tensor &t) { return t.defined() ? t.mutable_data_ptr() : nullptr; };
-    const Norm norm = {g.const_data_ptr(), array.const_data_ptr(), nullptr, read(kept[RSTD]),
+    const Norm norm = {g.const_data_ptr(), array.const_data_ptr(), read(mean), read(kept[RSTD]),
                        read(kept[WEIGHT]), read(kept[BIAS]), read(inverse),
                        write(grads[0]), write(grads[1]), write(grads[2]), nullptr,
                        of.features / of.groups, of.groups, of.places, 0, from_y, centered};

@@ -60,6 +60,8 @@ bool is_cuda(const Tensor &x) {
 
 bool is_known(const Tensor &x) { return is_plain(x) || is_cuda(x); }
 
+bool is_wide(const Tensor &x) { return x.scalar_type() == at::kFloat || x.scalar_type() == at::kDouble; }
+
 /* Beside another. */
 bool is_beside(const Tensor &x, const Tensor &other) { return is_known(x) && x.device() == other.device(); }
 
