@@ -963,6 +963,32 @@ def test_errors_of_functions_are_stock_errors(call: Callable[[Any, Tensor], Tens
     assert actual is expected
 
 
+NUMBERS: dict[str, Callable[[Any, Tensor, float], Tensor]] = {
+    "hardshrink": lambda f, x, number: f.hardshrink(x, number),
+    "hardtanh, max_val": lambda f, x, number: f.hardtanh(x, -1.0, number),
+    "hardtanh, min_val": lambda f, x, number: f.hardtanh(x, -number, 1.0),
+    "leaky_relu": lambda f, x, number: f.leaky_relu(x, number),
+    "softshrink": lambda f, x, number: f.softshrink(x, number),
+    "threshold": lambda f, x, number: f.threshold(x, number, 0.0),
+    "threshold, value": lambda f, x, number: f.threshold(x, 0.0, number),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("call", NUMBERS.values(), ids=NUMBERS)
+@pytest.mark.usefixtures("by_nodes_and_by_rules")
+def test_numbers_that_a_dtype_has_not(
+    call: Callable[[Any, Tensor, float], Tensor], dtype: torch.dtype
+) -> None:
+    """Which stock refuses, or not, as it reads them."""
+    x = BATCH.to(dtype).requires_grad_()
+    for number in (1.002 * torch.finfo(dtype).max, torch.inf):
+        expected, actual = (
+            helpers.attempt(call, f, x, number) for f in (nn.functional, memsave.functional)
+        )
+        helpers.same(actual, expected, rtol=0, atol=0)
+
+
 OF_OTHER_TYPES = [
     *(None, 0, 1, 1.5, "sum", [1], (2,), (6.0,), [[2]], {}, object(), math.inf),
     *(torch.tensor([2]), torch.tensor(0.5, requires_grad=True)),

@@ -538,6 +538,18 @@ def test_piecewise(fast: Any, size: int, dtype: torch.dtype, inplace: bool, name
         assert (y is given, given._version > version) == (inplace, inplace)
 
 
+@pytest.mark.parametrize("dtype", [d for d in FLOATS if d is not torch.float64])
+@pytest.mark.parametrize("name", [*reference.PIECES])
+def test_numbers_that_a_dtype_has_not_are_left_alone(
+    fast: Any, dtype: torch.dtype, name: str
+) -> None:
+    """For torch to refuse."""
+    beyond = 1.002 * torch.finfo(dtype).max
+    x = values(8, dtype, seed=0)
+    assert fast.piecewise(x, False, name, -3.0, beyond) is None
+    assert fast.piecewise(x, False, name, -beyond, 3.0) is None
+
+
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("test", [*reference.TESTS])

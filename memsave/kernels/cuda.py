@@ -9,6 +9,7 @@ needs it.
 from __future__ import annotations
 
 import importlib
+import math
 import warnings
 from functools import cache, lru_cache, partial
 from importlib.util import find_spec
@@ -130,6 +131,8 @@ def piecewise(
     if name in AS_X and not inplace and not is_as_result(x):
         return None
     are_numbers = {type(low), type(high)} <= {float, int}
+    if are_numbers and any(torch.finfo(x.dtype).max < abs(n) < math.inf for n in (low, high)):
+        return None  # For torch to refuse.
     dtypes = NARROW if name == "hardtanh" else (torch.float32,)
     if x.dtype in dtypes and name in PIECEWISE and are_numbers:
         return _with_bits(x, inplace, name, low, high)

@@ -234,6 +234,8 @@ def _dress(cls: Class, stock: Class) -> None:
         if stock.forward is not seen or replaced is not was_replaced:
             seen, was_replaced = stock.forward, replaced
             cls.forward = own if has_own_forward(stock) else seen  # type: ignore[method-assign]
+        # For good, as other threads may be in a mode when this one leaves its own: without a mode
+        # it does what `own` does.
         if _len_torch_function_stack() and called and cls.forward is own and others():
             cls.forward = to_modes  # type: ignore[method-assign]
         # Nobody has put a function of their own in its place, as torch.fx does: what that does.

@@ -26,10 +26,11 @@ typedef struct {
     const void *also; /* of loops that read two */
 } Arrays;
 
-/* Of which torch says that it cannot be converted without overflow, to elements of so many bits. */
-static inline int is_beyond(double number, int bits) {
+/* Of which torch says that it cannot be converted without overflow, to a dtype as DLPack names it. */
+static inline int is_beyond(double number, int code, int bits) {
     const double size = number < 0 ? -number : number;
-    return bits < 64 && size > FLT_MAX && size <= DBL_MAX;
+    const double largest = bits == 64 ? DBL_MAX : bits == 32 ? FLT_MAX : code == 4 ? 0x1.fep127 : 65504;
+    return size > largest && size <= DBL_MAX;
 }
 
 /* Sizes of max pooling, by axis: 1 (or no padding) for those that are missing. */

@@ -122,7 +122,8 @@ static int begin(Pass *pass, size family, PyObject *x, PyObject *stride, PyObjec
     const int is_plain = look_at(x, &array, &pass->elements);
     if (is_plain <= 0) return is_plain;
     if (!is_number(a, &pass->arrays.a) || !is_number(b, &pass->arrays.b)) return 0;
-    if (is_beyond(pass->arrays.a, array.bits) || is_beyond(pass->arrays.b, array.bits)) return 0;
+    if (is_beyond(pass->arrays.a, array.code, array.bits)) return 0;
+    if (is_beyond(pass->arrays.b, array.code, array.bits)) return 0;
     pass->loop = loop_of(family, &array);
     const int any_order = !stride || stride == Py_None;
     if (!pass->loop || (!any_order && !is_stored_as(&array, stride))) return 0;

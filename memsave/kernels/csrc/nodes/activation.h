@@ -36,7 +36,7 @@ PyObject *bits(PyObject *, PyObject *const *args, Py_ssize_t count) {
     const int64_t kind = PyLong_AsLongLong(args[11]);
     if (inplace < 0 || PyErr_Occurred()) return nullptr;
     for (const double one : number)
-        if (is_beyond(one, 8 * x->element_size())) Py_RETURN_NONE;
+        if (is_beyond(one, code_of(x->scalar_type()), 8 * x->element_size())) Py_RETURN_NONE;
     Loop *loop = nullptr;
     const Kernel *kernel = nullptr;
     bool by_torch = false;

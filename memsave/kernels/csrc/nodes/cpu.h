@@ -15,9 +15,11 @@ const Loops *loops;
 enum Family : int64_t { SELECT, PART, SCALE, SCALE_CHANNELS, NONZERO, NOT_INSIDE, REST, TANH2, LOGISTIC, FAMILIES };
 int64_t family_of[FAMILIES];
 
+/* Of DLPack. */
+int code_of(at::ScalarType dtype) { return dtype == at::kBFloat16 ? 4 : at::isFloatingType(dtype) ? 2 : 1; }
+
 Loop *loop_for(int64_t family, at::ScalarType dtype) {
-    const int code = dtype == at::kBFloat16 ? 4 : at::isFloatingType(dtype) ? 2 : 1; /* of DLPack */
-    return loops->of(family, code, 8 * (int)c10::elementSize(dtype));
+    return loops->of(family, code_of(dtype), 8 * (int)c10::elementSize(dtype));
 }
 
 void run(Loop *loop, const Tensor &x, const Tensor &y, const Tensor &bits, double a, double b) {
