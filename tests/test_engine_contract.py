@@ -1486,7 +1486,7 @@ def test_sizes_of_adaptive_pooling_that_are_no_ints(pool: str, size: Any) -> Non
 @pytest.mark.usefixtures("by_nodes_and_by_rules")
 def test_batch_norm_in_eval_mode_of_few_elements_and_of_many(few, shape, monkeypatch) -> None:
     """Of few, its gradient is one operation."""
-    monkeypatch.setattr(batch_norm, "FEW_ELEMENTS", few)
+    monkeypatch.setattr(batch_norm, "FEW_AT_ONCE", few)
     x, mean, bias = torch.randn(shape), torch.randn(3), torch.randn(3)
     for weight in (torch.randn(3), None):
         args = [x.requires_grad_(), mean, torch.rand(3) + 0.5, weight, bias]

@@ -33,8 +33,9 @@ import memsave.functional
 import memsave.nn
 from experiments.measure import peak_bytes
 from memsave import function, kernels
-from memsave.kernels import reference
+from memsave.kernels import memory, reference
 from memsave.kernels.reference import Like
+from memsave.layers import conv, group_norm
 from memsave.layers.invertible import LARGEST_RATIO, is_invertible
 from memsave.spec import TABLE, Layer
 
@@ -49,6 +50,15 @@ needs_nodes = pytest.mark.skipif(kernels.nodes is None, reason="not compiled for
 def test_they_are_compiled() -> None:
     """Where there is a compiler; otherwise these tests would test nothing."""
     assert (kernels.nodes is not None and ROWS) or not shutil.which("c++")
+
+
+@needs_nodes
+def test_bounds_that_rules_have_too() -> None:
+    """Each is written twice, as neither language reads the other's."""
+    compiled = kernels.nodes._nodes
+    assert compiled.FEW_ELEMENTS == conv.FEW_ELEMENTS
+    assert compiled.LARGEST_WINDOW == memory.LARGEST_WINDOW
+    assert compiled.MANY_PLACES == group_norm.MANY_PLACES
 
 
 def by_rule(row: Layer) -> Callable[..., Any]:

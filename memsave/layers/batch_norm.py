@@ -107,12 +107,12 @@ def weight_or_ones(weight: Tensor | None, g: Tensor, shapes: Shapes) -> Tensor |
 
 #: Of fewer elements, or in 16 bits, one operation that passes over them twice is faster than
 #: several of which one passes over them (on two cores, as measured).
-FEW_ELEMENTS = 2**17
+FEW_AT_ONCE = 2**17
 
 
 def _scaled(g: Tensor, var: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """The gradient of ``x`` in eval mode."""
-    at_once = (g.numel() < FEW_ELEMENTS or g.itemsize < 4) and g.is_cpu and is_final(g)
+    at_once = (g.numel() < FEW_AT_ONCE or g.itemsize < 4) and g.is_cpu and is_final(g)
     # (Of rows, that operation reads vectors as if they were contiguous.)
     vectors = [v for v in (var, weight) if v is not None]
     if at_once and all(v.is_contiguous() for v in vectors):

@@ -101,6 +101,9 @@ PyMethodDef methods[] = {
 
 const std::pair<const char *, long> constants[] = {
     {"INTERFACE", INTERFACE},
+    {"FEW_ELEMENTS", FEW_ELEMENTS},
+    {"LARGEST_WINDOW", LARGEST_WINDOW},
+    {"MANY_PLACES", MANY_PLACES},
     {"TO_BITS", TO_BITS},
     {"FROM_BITS", FROM_BITS},
     {"MAX_POOLING", MAX_POOLING},
