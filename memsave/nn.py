@@ -1,4 +1,5 @@
-"""The layers as modules, named and signed like those of :mod:`torch.nn`.
+"""The layers as modules, named and signed like those of :mod:`torch.nn`; without those of which
+torch keeps no more than the table says.
 
 Those named ``...FromOutput``, ``DropoutFromRng`` and ``EmbeddingCompact`` run other rows of the
 same op (see ``convert(policy=)``).

@@ -19,6 +19,7 @@ from flax import linen as nn, serialization
 from memsave._text import Coverage, Entry
 from memsave.spec import Layer
 
+from . import functional
 from ._coverage import named
 
 M = TypeVar("M", bound=nn.Module)
@@ -50,29 +51,8 @@ _listing = jax.make_user_context(None)
 #: The functions that stand for layers, which a model calls without a module.
 FUNCTIONS = {
     name: getattr(nn, name)
-    for name in (
-        "avg_pool",
-        "celu",
-        "elu",
-        "gelu",
-        "glu",
-        "hard_sigmoid",
-        "hard_silu",
-        "hard_tanh",
-        "leaky_relu",
-        "log_sigmoid",
-        "log_softmax",
-        "max_pool",
-        "relu",
-        "relu6",
-        "selu",
-        "sigmoid",
-        "silu",
-        "soft_sign",
-        "softmax",
-        "softplus",
-        "tanh",
-    )
+    for name in functional.__all__
+    if callable(getattr(nn, name, None)) and name not in ("hard_swish", "swish")  # (second names)
 }
 
 
