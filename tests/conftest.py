@@ -31,6 +31,7 @@ import torch
 from hypothesis import HealthCheck, Phase, settings
 
 from experiments.torchvision_stub import declare_missing_ops
+from memsave import function
 
 declare_missing_ops()  # before anything imports torchvision
 
@@ -57,6 +58,13 @@ def forget_compiled_programs() -> Iterator[None]:
     yield
     if next(_tests) % 50 == 0:
         jax.clear_caches()
+
+
+@pytest.fixture(params=["nodes", "rules"])
+def by_nodes_and_by_rules(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers as functions of C++, where those are compiled, and by their rules in Python."""
+    if request.param == "rules":
+        monkeypatch.setattr(function, "nodes", None)
 
 
 def pytest_collection_finish() -> None:

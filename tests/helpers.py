@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import memsave.functional
 import memsave.nn
@@ -174,6 +175,18 @@ def kept(run: Callable[[], Any], free: Sequence[Tensor] = ()) -> int:
     return sum(storages.values())
 
 
+class Ops(TorchDispatchMode):
+    """Lists the aten ops that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        self.names.append(str(op))
+        return op(*args, **(kwargs or {}))
+
+
 class ConvNet(nn.Module):
     """One of each kind of layer of a convolutional network; input ``(n, 3, 8, 8)``."""
 
@@ -213,6 +226,11 @@ def image(n: int = 2, dtype: torch.dtype = torch.float64) -> Tensor:
         .to(dtype)
         .requires_grad_()
     )
+
+
+def loss_inputs() -> tuple[Tensor, Tensor]:
+    """Logits that want a gradient, and classes."""
+    return image(), torch.arange(128).view(2, 8, 8) % 3
 
 
 def step(

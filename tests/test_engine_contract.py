@@ -2,14 +2,13 @@
 
 Modes (no gradient, autocast), what is kept and when it is freed, checkpointing, offloading, version
 checks, ``torch.func``, forward-mode AD, subclasses, dtypes, layouts and errors are those of the
-stock op. Every test but the last few runs over the rows of the table.
+stock op, for the rows of the table. (Errors are in test_errors.py, and cases of one layer alone in
+test_corner_cases.py.)
 """
 
 import contextlib
 import copy
-import inspect
 import itertools
-import math
 import pickle
 import tempfile
 from collections.abc import Callable, Iterator
@@ -18,7 +17,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import helpers
-import numpy as np
 import pytest
 import torch
 from helpers import every_class, every_row, first, inputs, options, ours, outcome, same, stock
@@ -28,7 +26,6 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.nn.utils import parametrizations
 from torch.nn.utils._per_sample_grad import call_for_per_sample_grads
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -38,13 +35,15 @@ from torch.utils.checkpoint import (
 import memsave
 import memsave.nn
 from memsave import _context, function
-from memsave.layers import batch_norm, invertible
 from memsave.spec import TABLE, Layer
 
 # torch compiles some of its forward-mode formulas with TorchScript, which warns.
 forward_formulas = pytest.mark.filterwarnings("ignore:`torch.jit")
 
+
 SIZE = helpers.SIZE
+
+
 HALVES = [torch.bfloat16, torch.float16]
 
 
@@ -54,25 +53,6 @@ def both(row: Layer, run, **kwargs) -> tuple:
         run(function, [*inputs(row, **kwargs).values()], options(row))
         for function in (ours(row), stock(row))
     )
-
-
-@pytest.fixture(params=["nodes", "rules"])
-def by_nodes_and_by_rules(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers as functions of C++, where those are compiled, and by their rules in Python."""
-    if request.param == "rules":
-        monkeypatch.setattr(function, "nodes", None)
-
-
-class Ops(TorchDispatchMode):
-    """Lists the aten ops that run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        self.names.append(str(op))
-        return op(*args, **(kwargs or {}))
 
 
 # No gradient wanted.
@@ -86,7 +66,7 @@ def test_nothing_wanted_runs_the_stock_op(row: Layer, mode) -> None:
 
     def run(function, args, options):
         with mode():
-            with Ops() as ops:
+            with helpers.Ops() as ops:
                 y = function(*args, **options)
             assert first(y).grad_fn is None
             return ops.names
@@ -255,7 +235,7 @@ class Functions(TorchFunctionMode):
 
 @helpers.every_class
 @pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("mode", [Functions, Ops, memsave.functional_mode])
+@pytest.mark.parametrize("mode", [Functions, helpers.Ops, memsave.functional_mode])
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_checkpoint_that_runs_again_in_another_mode(cls, frozen: bool, mode, where: str) -> None:
     """What it keeps, and in which order, must be the same."""
@@ -857,187 +837,6 @@ def test_meta_tensors(row: Layer) -> None:
     assert actual == expected
 
 
-# Errors.
-
-BATCH = torch.randn(2, 3, 8, 8)
-ERRORS = {
-    "wrong channels": (lambda m: m.Conv2d(4, 2, 3), BATCH),
-    "wrong channels, transposed": (lambda m: m.ConvTranspose2d(4, 2, 3), BATCH),
-    "wrong features": (lambda m: m.Linear(5, 2), BATCH),
-    "wrong channels of statistics": (lambda m: m.BatchNorm2d(4), BATCH),
-    "wrong channels of statistics, eval": (lambda m: m.BatchNorm2d(4).eval(), BATCH),
-    "too few dimensions": (lambda m: m.Conv2d(3, 2, 3), BATCH[0, 0]),
-    "too many dimensions": (lambda m: m.Conv2d(3, 2, 3), BATCH[None]),
-    "too many dimensions, transposed": (lambda m: m.ConvTranspose2d(3, 2, 3), BATCH[None]),
-    "dimensions of BatchNorm1d": (lambda m: m.BatchNorm1d(3), BATCH),
-    "dimensions of BatchNorm2d": (lambda m: m.BatchNorm2d(3), BATCH[0]),
-    "dimensions of MaxPool2d": (lambda m: m.MaxPool2d(2), BATCH[0, 0]),
-    "wrong dtype": (lambda m: m.Conv2d(3, 2, 3), BATCH.double()),
-    "wrong dtype, transposed": (lambda m: m.ConvTranspose2d(3, 2, 3), BATCH.double()),
-    "wrong dtype of statistics": (lambda m: m.BatchNorm2d(3).double(), BATCH),
-    "integers": (lambda m: m.Conv2d(3, 2, 3), BATCH.long()),
-    "kernel larger than the input": (lambda m: m.Conv2d(3, 2, 9), BATCH),
-    "window larger than the input": (lambda m: m.MaxPool2d(9), BATCH),
-    "padding of more than half a window": (lambda m: m.MaxPool2d(2, padding=2), BATCH),
-    "reflection beyond the input": (
-        lambda m: m.Conv2d(3, 2, 3, padding=8, padding_mode="reflect"),
-        BATCH,
-    ),
-    "one value per channel": (lambda m: m.BatchNorm2d(3), BATCH[:1, :, :1, :1]),
-    "negative p": (lambda m: m.Dropout(-0.1), BATCH),
-    "p above 1": (lambda m: m.Dropout(1.1), BATCH),
-    "string for p": (lambda m: m.Dropout("half"), BATCH),
-    "same padding with stride": (lambda m: m.Conv2d(3, 2, 3, stride=2, padding="same"), BATCH),
-    "unknown padding mode": (lambda m: m.Conv2d(3, 2, 3, padding_mode="mirror"), BATCH),
-    "groups that do not divide": (lambda m: m.Conv2d(3, 2, 3, groups=2), BATCH),
-    "a window of one axis too many": (lambda m: m.Conv1d(3, 2, (3, 3)), BATCH),
-    "a window of one axis too few": (lambda m: m.Conv2d(3, 2, (3,), padding="same"), BATCH),
-    "a window of no axes": (lambda m: m.Conv2d(3, 2, ()), BATCH),
-    "a window of no axes, transposed": (lambda m: m.ConvTranspose2d(3, 2, ()), BATCH),
-    "padding of no axes": (
-        lambda m: m.Conv2d(3, 2, 1, padding=(), padding_mode="circular"),
-        BATCH,
-    ),
-    "zero stride": (lambda m: m.Conv2d(3, 2, 3, stride=0), BATCH),
-    "zero stride of MaxPool2d": (lambda m: m.MaxPool2d(2, stride=0), BATCH),
-    "zero stride of AvgPool2d": (lambda m: m.AvgPool2d(2, stride=0), BATCH),
-    "negative lambda": (lambda m: m.Softshrink(-0.5), torch.ones(64)),
-    "one size of two": (lambda m: m.AdaptiveAvgPool2d((7,)), BATCH),
-    "no size": (lambda m: m.AdaptiveAvgPool2d(None), BATCH),
-    "dropout of integers": (lambda m: m.Dropout(), BATCH.long()),
-    "no eps": (lambda m: m.BatchNorm2d(3, eps=0.0, affine=False), BATCH),
-    "no eps, with parameters": (lambda m: m.BatchNorm2d(3, eps=0.0), BATCH),
-    "a negative eps": (lambda m: m.BatchNorm2d(3, eps=-1.0).eval(), BATCH),
-    "an empty batch for running statistics": (
-        lambda m: m.InstanceNorm2d(3, affine=True, track_running_stats=True).eval(),
-        torch.zeros(0, 3, 4, 4),
-    ),
-    "not a tensor": (lambda m: m.ReLU(), [1.0]),
-    "not a tensor for a convolution": (lambda m: m.Conv2d(3, 2, 3), "image"),
-    "not a tensor for a norm": (lambda m: m.BatchNorm2d(3), None),
-}
-
-
-@pytest.mark.parametrize("wanted", [True, False], ids=["input wants a gradient", "it does not"])
-@pytest.mark.parametrize("case", ERRORS)
-@pytest.mark.usefixtures("by_nodes_and_by_rules")
-def test_errors_are_stock_errors(case: str, wanted: bool) -> None:
-    """Same type, raised at forward. (The properties draw valid calls only.)"""
-    make, x = ERRORS[case]
-    if isinstance(x, Tensor):
-        x = x.detach().clone()
-        x.requires_grad_(wanted and x.is_floating_point())
-    expected, actual = (helpers.attempt(lambda m=m: make(m)(x)) for m in (nn, memsave.nn))
-    assert isinstance(expected, type)
-    assert actual is expected
-
-
-#: Functions of which the stock ones refuse what their modules cannot be given.
-WRONG_CALLS: dict[str, Callable[[Any, Tensor], Tensor]] = {
-    "axes of conv1d": lambda f, x: f.conv1d(x, torch.ones(4, 3, 3, 3)),
-    "axes of conv2d": lambda f, x: f.conv2d(x[..., 0], torch.ones(4, 3, 3)),
-    "axes of conv_transpose1d": lambda f, x: f.conv_transpose1d(x, torch.ones(3, 4, 3, 3)),
-    "bounds of hardtanh": lambda f, x: f.hardtanh(x, 2.0, 1.0),
-    "slope beyond float32": lambda f, x: f.leaky_relu(x, 1e39),
-    "bounds beyond float32": lambda f, x: f.hardtanh(x, -1e39, 1e39),
-    "value beyond float32": lambda f, x: f.threshold(x, 0.0, 1e39),
-    "value of reflected padding": lambda f, x: f.pad(x, [1, 1], "reflect", 3.0),
-    "weight of prelu": lambda f, x: f.prelu(x, 0.2),
-    "axes of the weight of prelu": lambda f, x: f.prelu(x, torch.full((1, 1), 0.2)),
-    "no input of alpha_dropout": lambda f, x: f.alpha_dropout(None, training=True),
-    "no input of cross_entropy": lambda f, x: f.cross_entropy(None, torch.tensor([1])),
-    "axes of adaptive_avg_pool2d": lambda f, x: f.adaptive_avg_pool2d(x.flatten(1), (4, 4)),
-    "momentum of batch_norm in eval mode": lambda f, x: f.batch_norm(
-        x, torch.zeros(3), torch.ones(3), momentum=None
-    ),
-    "targets of one example": lambda f, x: f.cross_entropy(x.flatten(), torch.tensor([1, 2])),
-}
-
-
-@pytest.mark.parametrize("call", WRONG_CALLS.values(), ids=WRONG_CALLS)
-@pytest.mark.usefixtures("by_nodes_and_by_rules")
-def test_errors_of_functions_are_stock_errors(call: Callable[[Any, Tensor], Tensor]) -> None:
-    x = BATCH.clone().requires_grad_()
-    expected, actual = (helpers.attempt(call, f, x) for f in (nn.functional, memsave.functional))
-    assert isinstance(expected, type)
-    assert actual is expected
-
-
-NUMBERS: dict[str, Callable[[Any, Tensor, float], Tensor]] = {
-    "hardshrink": lambda f, x, number: f.hardshrink(x, number),
-    "hardtanh, max_val": lambda f, x, number: f.hardtanh(x, -1.0, number),
-    "hardtanh, min_val": lambda f, x, number: f.hardtanh(x, -number, 1.0),
-    "leaky_relu": lambda f, x, number: f.leaky_relu(x, number),
-    "softshrink": lambda f, x, number: f.softshrink(x, number),
-    "threshold": lambda f, x, number: f.threshold(x, number, 0.0),
-    "threshold, value": lambda f, x, number: f.threshold(x, 0.0, number),
-}
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("call", NUMBERS.values(), ids=NUMBERS)
-@pytest.mark.usefixtures("by_nodes_and_by_rules")
-def test_numbers_that_a_dtype_has_not(
-    call: Callable[[Any, Tensor, float], Tensor], dtype: torch.dtype
-) -> None:
-    """Which stock refuses, or not, as it reads them."""
-    x = BATCH.to(dtype).requires_grad_()
-    for number in (1.002 * torch.finfo(dtype).max, torch.inf):
-        expected, actual = (
-            helpers.attempt(call, f, x, number) for f in (nn.functional, memsave.functional)
-        )
-        helpers.same(actual, expected, rtol=0, atol=0)
-
-
-OF_OTHER_TYPES = [
-    *(None, 0, 1, 1.5, "sum", [1], (2,), (6.0,), [[2]], {}, object(), math.inf),
-    *(torch.tensor([2]), torch.tensor(0.5, requires_grad=True)),
-]
-#: Which Python takes for true or false, in stock too; or which nothing reads (in eval mode).
-LENIENT = {"inplace", "return_indices", "size_average", "reduce", ("batch_norm", "momentum")}
-
-
-def _arguments(name: str) -> dict[str, Any]:
-    """Enough to call a function of torch's."""
-    dims = next((int(letter) for letter in name if letter.isdigit()), 2)
-    x = torch.randn(2, 4, *[6] * dims, requires_grad=True)
-    special: dict[str, dict[str, Any]] = {
-        "linear": {"weight": torch.randn(3, 6)},
-        "prelu": {"weight": torch.tensor([0.25])},
-        "layer_norm": {"normalized_shape": (6,)},
-        "rms_norm": {"normalized_shape": (6,)},
-        "group_norm": {"num_groups": 2},
-        "batch_norm": {"running_mean": torch.zeros(4), "running_var": torch.ones(4)},
-        "threshold": {"threshold": 0.1, "value": 0.2},
-        "pad": {"pad": (1, 1, 1, 1), "mode": "reflect"},
-        "cross_entropy": {"target": torch.randint(4, (2, 6, 6))},
-        "embedding": {"input": torch.tensor([1, 3]), "weight": torch.randn(4, 2).requires_grad_()},
-    }
-    required = special.get(name, {})
-    if name.startswith("conv"):
-        required = {"weight": torch.randn(4, 4, *[2] * dims)}
-    elif "pool" in name:
-        required = {"output_size" if name.startswith("adaptive") else "kernel_size": 2}
-    return {"input": x, **required}
-
-
-@pytest.mark.parametrize(
-    "name", [name for name in memsave.functional.__all__ if hasattr(nn.functional, name)]
-)
-def test_what_is_of_another_type_is_refused_as_stock_refuses_it(name: str) -> None:
-    functions = [getattr(module, name) for module in (nn.functional, memsave.functional)]
-    given = _arguments(name)
-    assert isinstance(functions[0](**given), Tensor)
-    for option in inspect.signature(functions[1]).parameters.keys() - {"input"}:
-        if option in LENIENT or (name, option) in LENIENT:
-            continue
-        for value in OF_OTHER_TYPES:
-            wrong = {**given, option: value}
-            expected, actual = (helpers.attempt(function, **wrong) for function in functions)
-            is_refused = isinstance(expected, type)
-            assert (actual is expected) if is_refused else isinstance(actual, Tensor), wrong
-
-
 #: What a module is made of, and an attribute that somebody sets later.
 SET_LATER: list[tuple[str, tuple[Any, ...], str, Any]] = [
     *(("BatchNorm2d", (4,), "training", value) for value in (1, 0)),
@@ -1074,98 +873,6 @@ def test_attributes_that_are_set_later(
         results.append(y if isinstance(y, type) else (y, *torch.autograd.grad(y.square().sum(), x)))
     for actual in results[1:]:
         same(actual, results[0])
-
-
-@pytest.mark.usefixtures("by_nodes_and_by_rules")
-@pytest.mark.parametrize("axes", [1, 2, 3])
-@pytest.mark.parametrize("probabilities", [False, True])
-def test_axes_of_the_weight_of_one_class(axes: int, probabilities: bool) -> None:
-    """Stock takes any."""
-    target = torch.full((6, 1, 2), 0.5) if probabilities else torch.zeros(6, 2).long()
-    args = [torch.randn(6, 1, 2, requires_grad=True), target, torch.full((1,) * axes, 0.5)]
-    expected = helpers.attempt(outcome, nn.functional.cross_entropy, args)
-    same(helpers.attempt(outcome, memsave.functional.cross_entropy, args), expected)
-
-
-@pytest.mark.parametrize("padding_idx", [7, -6, 4, -5, 2])
-def test_padding_idx_that_is_set_later(padding_idx: int) -> None:
-    results = []
-    for cls in (nn.Embedding, memsave.nn.EmbeddingCompact):
-        torch.manual_seed(0)
-        module, indices = cls(5, 3), torch.tensor([2, 4, 0])
-        module.padding_idx = padding_idx
-        y = helpers.attempt(module, indices)
-        results.append(y if isinstance(y, type) else torch.autograd.grad(y.sum(), module.weight))
-    same(results[1], results[0])
-
-
-def test_channels_of_nothing_of_one_axis() -> None:
-    """Stock's dropout of channels takes it. (The public functions leave it to stock.)"""
-    rule = function.RULES["feature_dropout"]._replace(node=None)
-    x = torch.empty(0, requires_grad=True)
-    y = function.differentiable(rule)(x, p=0.5, inplace=False)
-    assert torch.autograd.grad(y.sum(), x)[0].shape == y.shape == x.shape
-
-
-@pytest.mark.filterwarnings("ignore:Initializing zero-element")
-@pytest.mark.parametrize("name", ["Conv1d", "ConvTranspose1d"])
-@pytest.mark.parametrize("shape", [(3, 0, 4), (0, 4), (0, 2, 4)], ids=str)
-def test_convolutions_of_nothing(name: str, shape: tuple[int, ...]) -> None:
-    """Of no channels torch makes no channels, but a gradient for each bias."""
-    results = []
-    for package in (nn, memsave.nn):
-        module = getattr(package, name)(shape[-2], 2, 2)
-        module.weight.requires_grad_(False)
-        y = helpers.attempt(module, torch.ones(shape))
-        results.append(y if isinstance(y, type) else torch.autograd.grad(y.sum(), module.bias))
-    same(results[1], results[0])
-
-
-#: What may not be overwritten, and what it shares its memory with.
-NOT_WRITABLE: dict[str, Callable[[Tensor], Tensor]] = {
-    "a leaf": lambda x: x,
-    "a view of a leaf": lambda x: x[:2],
-    "one of several views": lambda x: (x * 1).unbind()[0],
-    "a view from where no graph is made": lambda x: _without_graph(x),
-}
-
-
-def _without_graph(x: Tensor) -> Tensor:
-    x = x * 1
-    with torch.no_grad():
-        return x[:2]
-
-
-@pytest.mark.parametrize("cls", ["ReLU", "Dropout", "DropoutFromRng"])
-@pytest.mark.parametrize("make", NOT_WRITABLE.values(), ids=NOT_WRITABLE)
-@pytest.mark.usefixtures("by_nodes_and_by_rules")
-def test_inplace_raises_as_stock(make: Callable[[Tensor], Tensor], cls: str) -> None:
-    """Before anything is overwritten. (Only rows with the option ``inplace`` have this case.)"""
-    messages = []
-    for module in (getattr(nn, cls.removesuffix("FromRng")), getattr(memsave.nn, cls)):
-        x = make(torch.randn(3, 4, requires_grad=True))
-        before = x.detach().clone()
-        with pytest.raises(RuntimeError) as error:
-            module(inplace=True)(x)
-        messages.append(str(error.value))
-        assert x.detach().equal(before)
-    assert messages[0] == messages[1]
-
-
-@pytest.mark.usefixtures("by_nodes_and_by_rules")
-def test_a_view_overwritten() -> None:
-    """What it is a view of has the gradients, and the graph, of what has been written."""
-
-    def run(relu: Callable[..., Tensor]) -> list[Tensor]:
-        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0)).requires_grad_()
-        y = x * 2
-        version = y._version
-        z = relu(y[1:3], True)
-        assert y._version > version
-        loss = (y * torch.arange(6)).sum() + z.square().sum()
-        return [y, z, *torch.autograd.grad(loss, x)]
-
-    same(run(memsave.functional.relu), run(nn.functional.relu))
 
 
 @every_row
@@ -1217,32 +924,7 @@ def test_an_empty_batch() -> None:
         assert x.grad.shape == x.shape
 
 
-@pytest.mark.parametrize("is_index", [True, False], ids=["indices", "probabilities"])
-@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}], ids=str)
-def test_a_loss_of_no_classes(options: dict[str, float], is_index: bool) -> None:
-    target = torch.full((3,), -100) if is_index else torch.zeros(3, 0)
-    results = []
-    for functional in (nn.functional, memsave.functional):
-        x = torch.zeros(3, 0, requires_grad=True)
-        loss = functional.cross_entropy(x, target, **options)
-        results.append((loss, torch.autograd.grad(loss, x)))
-    same(*results)
-
-
-@pytest.mark.parametrize("cls", [memsave.nn.Dropout, memsave.nn.DropoutFromRng])
-def test_dropout_of_nothing_is_its_input(cls: type[nn.Module]) -> None:
-    """As of stock."""
-    x = torch.zeros(0, 3, requires_grad=True)
-    assert nn.Dropout()(x) is x
-    assert cls()(x) is x
-
-
-# Layers whose call is more than their row.
-
-
-def loss_inputs() -> tuple[Tensor, Tensor]:
-    """Logits that want a gradient, and classes."""
-    return helpers.image(), torch.arange(128).view(2, 8, 8) % 3
+# Modules.
 
 
 class Criterion(nn.Module):
@@ -1258,7 +940,7 @@ class Criterion(nn.Module):
 @helpers.every_loss
 def test_losses_are_converted_and_exported(cls: type[nn.Module]) -> None:
     """As other layers are in test_conversion and test_export: their call takes a target, too."""
-    x, target = loss_inputs()
+    x, target = helpers.loss_inputs()
     expected = helpers.step(helpers.build(cls), x, target)
     for drop_in in helpers.drop_ins(cls):
         layer = memsave.convert(helpers.build(cls))
@@ -1272,277 +954,6 @@ def test_losses_are_converted_and_exported(cls: type[nn.Module]) -> None:
         one, other = ([str(node.target) for node in program.graph.nodes] for program in programs)
         assert one == other
         assert type(memsave.revert(layer)) is cls
-
-
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("of", ["one position", "probabilities", "one of probabilities"])
-def test_targets_of_cross_entropy(of: str, reduction: str) -> None:
-    """The function finds the row of a target; rows have the axis of positions."""
-    x, target = loss_inputs()
-    if "probabilities" in of:
-        target = x.detach().flip(0).exp()  # (of its own the gradient is zero)
-    if "one" in of:
-        x, target = x[0, :, 0, 0].detach().requires_grad_(), target[0, ..., 0, 0]
-
-    def run(loss):
-        return outcome(lambda x: loss(x, target, reduction=reduction), [x])
-
-    rows = []
-    with function.observe(lambda call: rows.append(call.row.name)):
-        actual = run(memsave.functional.cross_entropy)
-    same(actual, run(nn.functional.cross_entropy))
-    assert rows == ["cross_entropy" + "_of_probabilities" * ("probabilities" in of)]
-
-
-@pytest.mark.filterwarnings("ignore:size_average and reduce args:UserWarning")
-@pytest.mark.filterwarnings("ignore:reduction='elementwise_mean':UserWarning")
-@pytest.mark.parametrize(
-    "options", [{"size_average": False}, {"reduce": False}, {"reduction": "elementwise_mean"}]
-)
-@pytest.mark.parametrize("of", ["positions", "rows", "probabilities"])
-def test_old_options_of_cross_entropy(options, of: str) -> None:
-    x, target = loss_inputs()
-    if of == "rows":
-        x, target = x[:, :, 0, 0].detach().clone().requires_grad_(), target[:, 0, 0].clone()
-    if of == "probabilities":
-        target = x.detach().flip(0).exp()  # (of its own the gradient is zero)
-    same(
-        outcome(lambda x: memsave.functional.cross_entropy(x, target, **options), [x]),
-        outcome(lambda x: nn.functional.cross_entropy(x, target, **options), [x]),
-    )
-
-
-@pytest.mark.parametrize("of", ["positions", "probabilities"])
-@pytest.mark.parametrize("smoothing", [-0.1, float("nan")])
-def test_cross_entropy_that_is_smoothed_by_less_than_nothing(smoothing: float, of: str) -> None:
-    """Stock does not smooth then."""
-    x, target = loss_inputs()
-    if of == "probabilities":
-        target = x.detach().flip(0).exp()
-    for weight in (None, torch.rand(x.shape[1], dtype=x.dtype)):
-        options = {"weight": weight, "label_smoothing": smoothing}
-        same(
-            outcome(lambda x, o=options: memsave.functional.cross_entropy(x, target, **o), [x]),
-            outcome(lambda x, o=options: nn.functional.cross_entropy(x, target, **o), [x]),
-        )
-
-
-def test_cross_entropy_of_targets_that_want_a_gradient() -> None:
-    """It is stock's: the table has none."""
-    x, q, weight = helpers.image(), helpers.image().detach().exp(), torch.rand(3).double()
-    args = [x, q.requires_grad_(), weight.requires_grad_()]
-    same(
-        outcome(memsave.functional.cross_entropy, args),
-        outcome(nn.functional.cross_entropy, args),
-    )
-
-
-@pytest.mark.parametrize("half", HALVES, ids=str)
-@pytest.mark.parametrize("of_rows", [True, False])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"reduction": "none"},
-        {"label_smoothing": 0.1},
-        {"weight": True},
-        {"weight": True, "label_smoothing": 0.1},
-    ],
-    ids=str,
-)
-def test_cross_entropy_under_autocast_keeps_narrow_logits(half, of_rows, options) -> None:
-    """Stock keeps float32 log-probabilities. (The rows are not tested in two dtypes at once.)"""
-    x, target = loss_inputs()
-    if of_rows:
-        x, target = x.movedim(1, -1).flatten(0, -2).contiguous(), target.flatten()
-    x = x.detach().to(half).requires_grad_()
-    if "weight" in options:
-        options = options | {"weight": torch.rand(x.shape[1]).to(half)}
-
-    def run(loss):
-        with torch.autocast("cpu", dtype=half):
-            y = loss(x, target, **options)
-        assert y.dtype is torch.float32
-        return y.square().sum()  # whose gradient is of each its own
-
-    losses = memsave.functional.cross_entropy, nn.functional.cross_entropy
-    own = [target, *filter(torch.is_tensor, options.values())]
-    actual, expected = (helpers.kept(lambda f=f: run(f), own) for f in losses)
-    of_loss = 4 * target.numel() if "reduction" in options else 4
-    assert actual == 2 * x.numel() + of_loss
-    assert expected >= 4 * x.numel()
-    actual, expected = (torch.autograd.grad(run(f), x) for f in losses)
-    same(actual, expected)
-
-
-@pytest.mark.parametrize(
-    ("inputs", "outputs"),
-    [((11, 23), (6, 7)), ((40, 40), (2, 1)), ((5, 3), (None, 7)), ((200,), (3,))],
-)
-def test_windows_of_adaptive_pooling(inputs, outputs) -> None:
-    """The properties' sizes are too small for windows to be far from where equal ones would be, or
-    to have more places than a byte tells apart.
-    """
-    name = f"adaptive_max_pool{len(inputs)}d"
-    x = torch.randn(2, 3, *inputs, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    pool = getattr(memsave.functional, name)
-    expected = outcome(getattr(nn.functional, name), [x], output_size=outputs)
-    same(outcome(pool, [x], output_size=outputs), expected)
-    shapes = {"x": tuple(x.shape), "y": tuple(expected[0].shape)}
-    bits = TABLE[name].saved_bits({"x"}, shapes, {})["offsets"]
-    assert helpers.kept(lambda: pool(x, outputs)) == bits / 8
-
-
-@pytest.mark.parametrize("pool", ["max_pool2d", "adaptive_max_pool2d"])
-@pytest.mark.usefixtures("by_nodes_and_by_rules")
-def test_layout_of_the_gradient_of_one_window(pool: str) -> None:
-    """As the input, though the output and what is kept are in all formats at once."""
-    x = torch.randn(2, 8, 4, 4).contiguous(memory_format=torch.channels_last).requires_grad_()
-    size = 1 if "adaptive" in pool else 4
-    ours, stock = (
-        torch.autograd.grad(getattr(f, pool)(x, size).sum(), x)[0]
-        for f in (memsave.functional, nn.functional)
-    )
-    same(ours, stock, layout=True)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("dims", [2, 3])
-@pytest.mark.parametrize("layer", ["InstanceNorm", "ReLU", "LeakyReLU"])
-@pytest.mark.usefixtures("by_nodes_and_by_rules")
-def test_large_gradients_that_are_stored_otherwise(layer: str, dims: int, dtype) -> None:
-    """Than the input: each with channels first or last."""
-    name = f"{layer}{dims}d" if layer == "InstanceNorm" else layer
-    arguments = (5,) if layer == "InstanceNorm" else ()
-    stock, ours = (getattr(of, name)(*arguments) for of in (nn, memsave.nn))
-    drawn = torch.randn(2, 2, 5, *[92, 91] if dims == 2 else [21, 20, 19], dtype=dtype)
-    last = torch.channels_last if dims == 2 else torch.channels_last_3d
-    for formats in itertools.product((torch.contiguous_format, last), repeat=2):
-        x, g = (t.clone(memory_format=own) for t, own in zip(drawn, formats, strict=True))
-        x.requires_grad_()
-        made = [(y := module(x), *torch.autograd.grad(y, x, g)) for module in (stock, ours)]
-        for expected, actual in zip(*made, strict=True):
-            same(actual, expected, **({"rtol": 2e-2, "atol": 2e-2} if dtype.itemsize == 2 else {}))
-        assert made[0][0].stride() == made[1][0].stride()
-
-
-@pytest.mark.usefixtures("by_nodes_and_by_rules")
-def test_the_gradient_of_one_channel_is_not_overwritten() -> None:
-    """It is contiguous, with other strides of axes of one place than the bits."""
-    x = torch.randn(1, 1, 200, 200, requires_grad=True)
-    g = torch.randn(200, 200).as_strided((1, 1, 200, 200), (1, 1, 200, 1))
-    before = g.clone()
-    (dx,) = torch.autograd.grad(memsave.nn.ReLU()(x), x, g)
-    assert g.equal(before)
-    assert dx.equal(torch.where(x > 0, g, 0))
-
-
-@pytest.mark.parametrize("size", [0, (0, 2)])
-def test_averages_of_no_places(size: Any) -> None:
-    """Stock's error, also where the channels are stored last."""
-    x = torch.randn(2, 3, 8, 8).contiguous(memory_format=torch.channels_last).requires_grad_()
-    y = memsave.functional.adaptive_avg_pool2d(x, size)
-    with pytest.raises(RuntimeError, match="non-zero size"):
-        y.sum().backward()
-
-
-@pytest.mark.parametrize("ceil_mode", [False, True])
-@pytest.mark.parametrize("size", [4, 5, 6])
-@pytest.mark.usefixtures("by_nodes_and_by_rules")
-def test_windows_of_max_pooling(size: int, ceil_mode: bool) -> None:
-    """The last one may begin in the padding on the right, and then is none; numbers may be such as
-    no index has.
-    """
-    strides, dilations = (1, 2, 3, 4, 5, 1 << 31, 1 << 33), (1, 2, 1 << 31, 1 << 33)
-    x = torch.randn(2, size, requires_grad=True)
-    for windows in itertools.product((1, 2, 3), strides, (0, 1), dilations, [ceil_mode]):
-        actual, expected = (
-            helpers.attempt(outcome, module.max_pool1d, [x, *windows])
-            for module in (memsave.functional, nn.functional)
-        )
-        same(actual, expected)
-
-
-def test_gradient_of_windows_of_nothing_but_padding() -> None:
-    """Dilated ones may be so. It is somewhere in the input: stock's places may lie outside."""
-    x = torch.zeros(1, 1, 1, requires_grad=True)
-    y = memsave.functional.max_pool1d(x, 2, 1, padding=1, dilation=2)
-    (dx,) = torch.autograd.grad(y, x, torch.ones_like(y))
-    assert y.isinf().all()
-    assert dx.sum() == y.numel()
-
-
-@pytest.mark.parametrize("pool", ["adaptive_avg_pool1d", "adaptive_max_pool1d"])
-@pytest.mark.parametrize("size", [np.int64(2), torch.tensor(2), (np.int64(2),)])
-def test_sizes_of_adaptive_pooling_that_are_no_ints(pool: str, size: Any) -> None:
-    """As torch takes them."""
-    x = torch.randn(2, 3, 8).requires_grad_()
-    expected = outcome(getattr(nn.functional, pool), [x], output_size=size)
-    same(outcome(getattr(memsave.functional, pool), [x], output_size=size), expected)
-
-
-@pytest.mark.parametrize("few", [0, 2**17])
-@pytest.mark.parametrize("shape", [(2, 3, 5, 7), (4, 3)])
-@pytest.mark.usefixtures("by_nodes_and_by_rules")
-def test_batch_norm_in_eval_mode_of_few_elements_and_of_many(few, shape, monkeypatch) -> None:
-    """Of few, its gradient is one operation."""
-    monkeypatch.setattr(batch_norm, "FEW_AT_ONCE", few)
-    x, mean, bias = torch.randn(shape), torch.randn(3), torch.randn(3)
-    for weight in (torch.randn(3), None):
-        args = [x.requires_grad_(), mean, torch.rand(3) + 0.5, weight, bias]
-        expected = outcome(nn.functional.batch_norm, args)
-        same(outcome(memsave.functional.batch_norm, args), expected)
-
-
-@pytest.mark.parametrize("strided", [2, 3], ids=["variance", "weight"])
-@pytest.mark.usefixtures("by_nodes_and_by_rules")
-def test_batch_norm_in_eval_mode_with_vectors_that_are_not_contiguous(strided) -> None:
-    """Stock's backward reads them as if they were, of rows."""
-    args = [torch.randn(4, 3).requires_grad_(), *(torch.rand(3) + 0.5 for _ in range(4))]
-    expected = outcome(nn.functional.batch_norm, args)
-    args[strided] = args[strided].repeat_interleave(2)[::2]
-    assert not args[strided].is_contiguous()
-    same(outcome(memsave.functional.batch_norm, args), expected)
-
-
-@pytest.mark.parametrize(
-    ("taken", "refused"),
-    [((2,), (2.0,)), (((2, 2),), ((2, 2.0),)), (((2, 2), 2), ((2, 2), 2.0))],
-)
-def test_sizes_that_only_equal_integers(taken, refused) -> None:
-    """Stock refuses them, whatever has been computed before."""
-    for max_pool in (nn.functional.max_pool2d, memsave.functional.max_pool2d):
-        assert max_pool(helpers.image(), *taken).requires_grad
-        with pytest.raises(TypeError):
-            max_pool(helpers.image(), *refused)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"padding_idx": 1},
-        {"padding_idx": -1},
-        {"scale_grad_by_freq": True},
-        {"sparse": True},
-        {"max_norm": 0.5, "norm_type": 1.0},
-    ],
-    ids=str,
-)
-def test_options_of_embeddings(options) -> None:
-    """With these, the gradient is no derivative, so the table does not have them."""
-    indices = torch.tensor([[0, 1, 3], [3, 3, 2]])
-
-    def run(cls: type[nn.Module]):
-        layer = helpers.build(cls, **options)
-        return helpers.step(layer, indices), layer.weight
-
-    same(run(memsave.nn.EmbeddingCompact), run(nn.Embedding))
-
-    def call(lookup):
-        weight = torch.randn(4, 2, generator=torch.Generator().manual_seed(0)).requires_grad_()
-        return outcome(lambda weight: lookup(indices, weight, **options), [weight])
-
-    same(call(memsave.functional.embedding), call(nn.functional.embedding))
 
 
 def has_rule(y: Tensor) -> bool:
@@ -1644,47 +1055,6 @@ def test_weights_that_lie_elsewhere(
     same(module(x), make()(x), rtol=0, atol=0)
 
 
-def test_rows_from_the_output_look_at_parameters_of_accelerators_once() -> None:
-    """Whether they tell the input: asked again only of another value."""
-    weight, bias = nn.Parameter(torch.ones(6)), nn.Parameter(torch.zeros(6))
-
-    def looks() -> int:
-        with Ops() as ops:
-            assert invertible.tells_once(weight, bias, invertible.LEAST_WEIGHT[torch.float32])
-        return ops.names.count("aten.all.default")
-
-    assert [looks(), looks(), looks()] == [1, 0, 0]
-    for changed in (weight, bias):
-        with torch.no_grad():
-            changed.mul_(2)
-        assert [looks(), looks()] == [1, 0]
-    torch.utils.swap_tensors(weight, nn.Parameter(torch.ones(6)))
-    assert [looks(), looks()] == [1, 0]
-
-
-def test_rows_from_the_output_tell_views_of_one_storage_apart() -> None:
-    """They have one version, and one that is made anew may get the ``id`` of another."""
-    flat = torch.cat([torch.ones(6), torch.zeros(6)])
-    least = invertible.LEAST_WEIGHT[torch.float32]
-
-    def tell(*parts: slice) -> list[bool]:
-        return [invertible.tells_once(flat[part], None, least) for part in parts]
-
-    with Ops() as ops:
-        for _ in range(3):
-            assert tell(slice(6), slice(6, 12)) == [True, False]
-    assert ops.names.count("aten.all.default") == 2
-    assert tell(slice(6), slice(0, 12, 2)) == [True, False]
-
-
-def test_softsign_of_large_numbers() -> None:
-    """Of which a square may be too large for the dtype."""
-    x = torch.tensor([0.5, 300, -60000], dtype=torch.float16, requires_grad=True)
-    memsave.functional.softsign(x).backward(torch.full_like(x, 60000))
-    exact = 60000 / (x.detach().double().abs() + 1).square()
-    same(x.grad.double(), exact, rtol=2e-3, atol=1e-7)
-
-
 @pytest.mark.parametrize("row", [row for row in TABLE.values() if row.inplace], ids=repr)
 def test_a_hook_that_raises_where_a_layer_overwrites(row: Layer, by_nodes_and_by_rules) -> None:
     """Its backward raises, too: what it reads has not been kept."""
@@ -1699,80 +1069,6 @@ def test_a_hook_that_raises_where_a_layer_overwrites(row: Layer, by_nodes_and_by
     if type(z.grad_fn).__name__ != "MulBackward0":
         with pytest.raises((RuntimeError, KeyError)):
             z.sum().backward()
-
-
-@pytest.mark.parametrize("grad", [True, False])
-def test_layout_of_instance_norm_by_running_statistics(grad: bool) -> None:
-    """Contiguous, as stock's: of what is channels_last, too."""
-    x = torch.randn(2, 4, 3, 3).to(memory_format=torch.channels_last).requires_grad_(grad)
-    expected, actual = (
-        cls(4, affine=True, track_running_stats=True).eval()(x)
-        for cls in (nn.InstanceNorm2d, memsave.nn.InstanceNorm2d)
-    )
-    same(actual, expected, layout=True)
-
-
-@pytest.mark.parametrize("name", ["GroupNorm", "GroupNormFromOutput", "LayerNormFromOutput"])
-def test_an_ensemble(name: str) -> None:
-    """``vmap`` over the parameters of several models, of which neither layout nor values tell."""
-
-    def ensemble(cls: type[nn.Module]) -> Any:
-        torch.manual_seed(0)
-        models = [cls(4) if "Layer" in name else cls(2, 4) for _ in range(3)]
-        state = torch.func.stack_module_state(models)
-        for parameter in state[0].values():
-            parameter.data.normal_()
-
-        def run(parameters, buffers, x):
-            return torch.func.functional_call(models[0], (parameters, buffers), x.mT)
-
-        x = torch.randn(3, 2, 4, 4, 4)
-        y = torch.vmap(run)(*state, x)
-        return y, torch.autograd.grad(y.square().sum(), [*state[0].values()])
-
-    cls = getattr(memsave.nn, name)
-    same(ensemble(cls), ensemble(cls.__base__))
-
-
-def test_dropout_from_rng_while_another_thread_draws(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the rule of Python, which cannot lock the generator as a node does."""
-
-    class Busy:
-        """Somebody draws right after a look at the state."""
-
-        def get_state(self) -> Tensor:
-            state = torch.get_rng_state()
-            torch.rand(3)
-            return state
-
-        def set_state(self, state: Tensor) -> None:
-            torch.set_rng_state(state)
-
-    monkeypatch.setattr(memsave.layers.dropout, "_generator", lambda device: Busy())
-    x = torch.ones(9, 8).t()[::2].requires_grad_()
-    y = memsave.nn.DropoutFromRng()(x)
-    before = torch.get_rng_state()
-    (dx,) = torch.autograd.grad(y.sum(), x)
-    same(dx, y, rtol=0, atol=0)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-@pytest.mark.parametrize("cls", [memsave.nn.GroupNorm, memsave.nn.GroupNormFromOutput])
-@pytest.mark.parametrize("axes", [(1, 2, 0), (1, 0, 2)])
-@pytest.mark.parametrize("spatial", [(4, 4), (2, 2, 4)])
-def test_group_norm_of_a_batch_of_one_that_is_a_view(cls, axes, spatial) -> None:
-    """Sequences, as images, whose strides say both of whether the channels are last."""
-    x = torch.randn(16, 1, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    for frozen in ([], ["weight"], ["weight", "bias"]):
-        results = []
-        for module in (nn.GroupNorm(2, 8), cls(2, 8)):
-            module.requires_grad_(True)
-            for name in frozen:
-                getattr(module, name).requires_grad_(False)
-            y = module(x.permute(axes).reshape(1, -1, *spatial))
-            wanted = [x, *(p for p in module.parameters() if p.requires_grad)]
-            results.append([y, *torch.autograd.grad(y.square().sum(), wanted)])
-        same(*results, rtol=1e-5, atol=1e-5)
 
 
 @helpers.every_class
@@ -1795,48 +1091,6 @@ def test_gradients_within_a_transform(cls) -> None:
 
             results.append(helpers.attempt(torch.func.grad(total), torch.tensor(1.0)))
         same(results[1], results[0], rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("cls", [nn.LayerNorm, nn.RMSNorm])
-def test_norms_over_several_axes_of_another_layout_are_stock(cls) -> None:
-    """In what they keep, in layout and to the bit."""
-    x = torch.randn(2, 6, 4, 4).to(memory_format=torch.channels_last).requires_grad_()
-    for drop_in in helpers.drop_ins(cls):
-        results = []
-        for layer in (cls((6, 4, 4)), drop_in((6, 4, 4))):
-            layer.requires_grad_(False)
-            y = layer(x)
-            (dx,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
-            results.append((helpers.kept(lambda layer=layer: layer(x), [x]), y, dx))
-        assert results[1][0] == results[0][0]
-        same(results[1][1:], results[0][1:], layout=True, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("cls", [nn.LayerNorm, nn.RMSNorm])
-def test_norms_over_several_axes_of_another_layout_without_gradients(cls) -> None:
-    x = torch.randn(8, 20, 7).permute(0, 2, 1).unflatten(2, (4, 5)).permute(0, 3, 2, 1)[None]
-    for drop_in in helpers.drop_ins(cls):
-        expected = cls((4, 7)).requires_grad_(False)(x)
-        same(drop_in((4, 7)).requires_grad_(False)(x), expected, layout=True, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("cls", [nn.LayerNorm, nn.RMSNorm])
-def test_norms_over_no_elements(cls) -> None:
-    for drop_in in (cls, *helpers.drop_ins(cls)):
-        layer = cls((0, 3))
-        layer.__class__ = drop_in
-        x, g = (torch.randn(2, 0, 3, requires_grad=True) for _ in range(2))
-        (dx,) = torch.autograd.grad(layer(x), x, g, create_graph=True)
-        assert dx.shape == x.shape
-
-
-@pytest.mark.parametrize("cls", [nn.LayerNorm, nn.RMSNorm])
-def test_norms_over_several_axes_return_no_views(cls) -> None:
-    """So that what works of stock's outputs does."""
-    for layer in (cls((3, 6)), helpers.drop_ins(cls)[0]((3, 6))):
-        layer.weight.requires_grad_(False)
-        y = layer(torch.randn(2, 3, 6, requires_grad=True))
-        assert not y.detach_().requires_grad
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
@@ -1880,27 +1134,3 @@ def test_where_saved_tensors_may_be_overwritten(cls, by_nodes_and_by_rules) -> N
             with torch.autograd.graph.allow_mutation_on_saved_tensors():
                 results.append(helpers.step(layer, x))
         same(results[1], results[0])
-
-
-@pytest.mark.parametrize(
-    ("shape", "dtype", "node"),
-    [
-        ((3, 4), torch.float32, "MemsaveSwigluBackward"),
-        ((4,), torch.bfloat16, "MulBackward0"),
-        ((1, 3, 4), torch.bfloat16, "MulBackward0"),
-    ],
-    ids=str,
-)
-def test_gated_products_of_unlike_tensors(
-    shape: tuple[int, ...], dtype: torch.dtype, node: str
-) -> None:
-    """In two dtypes by the rule, to the bit; of two shapes as stock."""
-    gate = torch.randn(3, 4).bfloat16().requires_grad_()
-    up = torch.randn(shape).to(dtype).requires_grad_()
-    y, expected = memsave.functional.swiglu(gate, up), nn.functional.silu(gate) * up
-    assert y.grad_fn is not None
-    assert y.grad_fn.name() == node
-    g = torch.randn_like(expected)
-    results = [(out, *torch.autograd.grad(out, (gate, up), g)) for out in (y, expected)]
-    for actual, of_stock in zip(*results, strict=True):
-        same(actual, of_stock, rtol=0, atol=0)

@@ -15,8 +15,9 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
+import helpers
 import numpy as np
 import pytest
 import torch
@@ -27,7 +28,6 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch._vmap_internals import _vmap
 from torch.torch_version import TorchVersion
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import memsave
 from memsave import function, functional, kernels
@@ -827,16 +827,9 @@ def test_modes_see_every_operation() -> None:
     """Such as those that count operations: what has no operation is left to the reference."""
     x = torch.randn(64)
 
-    class Log(TorchDispatchMode):
-        names: ClassVar[list[str]] = []
-
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
-            self.names.append(func.__name__)
-            return func(*args, **(kwargs or {}))
-
-    with Log():
+    with helpers.Ops() as ops:
         kernels.relu(x, False)
-    assert "relu.default" in Log.names
+    assert "aten.relu.default" in ops.names
 
 
 def test_a_negated_view_has_other_values_than_its_memory() -> None:

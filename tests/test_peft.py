@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import helpers
 import pytest
 import torch
 import torch.nn.functional as F
@@ -18,7 +19,6 @@ from properties import DERIVATIVES, PROPERTIES, check_fails_as_stock, check_impl
 from strategies import Case, accepted, flawed, label, wanted
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch_backend import Torch
 
@@ -187,20 +187,8 @@ def used(y: Tensor) -> set[str]:
     return names & {node.name() for node in seen}
 
 
-class Ops(TorchDispatchMode):
-    """Writes down which ops run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
 def ops(model: nn.Module, x: Tensor) -> list[str]:
-    with Ops() as run:
+    with helpers.Ops() as run:
         model(x)
     return run.names
 
