@@ -101,6 +101,13 @@ def is_exported() -> bool:
     return torch.compiler._is_exporting_flag
 
 
+def is_recorded() -> bool:
+    """Whether ``make_fx`` records what runs: for a program that is run on other values, and may be
+    differentiated.
+    """
+    return _get_dispatch_mode(_TorchDispatchModeKey.PROXY) is not None
+
+
 def is_value_known(*args: Any) -> bool:
     """Whether a layer may look at the values of tensors: nothing traces or transforms it."""
     return not (
@@ -108,7 +115,7 @@ def is_value_known(*args: Any) -> bool:
         or _is_tracing()
         or (_are_functorch_transforms_active() and not is_unmapped(*args))
         or FunctionalTensor in map(type, args)
-        or _get_dispatch_mode(_TorchDispatchModeKey.PROXY) is not None
+        or is_recorded()
     )
 
 
@@ -127,7 +134,9 @@ def is_final(g: Tensor) -> bool:
     """Whether the gradients that ``bwd`` makes are not to be differentiated, so that it may
     overwrite what it has made.
     """
-    return not is_compiling() and not torch.is_grad_enabled() and is_plain_gradient(g)
+    if is_compiling() or torch.is_grad_enabled() or is_recorded():
+        return False
+    return is_plain_gradient(g)
 
 
 @contextmanager

@@ -315,6 +315,7 @@ def test_parametrizations(name: str, order: str) -> None:
     assert isinstance(model[0], memsave.nn.Conv2d)
     assert parametrize.is_parametrized(model[0], "weight")
     assert repr(model).count("memsave.") == 3
+    assert repr(model).replace("memsave.", "") == repr(expected)
     agree(model, expected)
     assert [e.status for e in memsave.coverage(model)].count("converted") == 3
 

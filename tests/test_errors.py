@@ -1,11 +1,13 @@
 """What stock refuses is refused by the same type of error, at forward; what it takes is taken."""
 
 import inspect
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
 
 import helpers
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -86,6 +88,24 @@ def test_errors_are_stock_errors(case: str, wanted: bool) -> None:
     expected, actual = (helpers.attempt(lambda m=m: make(m)(x)) for m in (nn, memsave.nn))
     assert isinstance(expected, type)
     assert actual is expected
+
+
+@pytest.mark.parametrize(
+    "wrong", [None, "image", [1.0], np.ones((2, 4))], ids=lambda v: type(v).__name__
+)
+@helpers.every_class
+@pytest.mark.usefixtures("by_nodes_and_by_rules")
+def test_what_is_no_tensor_is_refused_as_stock_refuses_it(cls: type[nn.Module], wrong: Any) -> None:
+    modes = [{}]
+    if cls.__name__ in ("Conv1d", "Conv2d", "Conv3d"):
+        modes += [{"padding": 1, "padding_mode": "circular"}, {"padding": "same"}]
+    for options, frozen in itertools.product(modes, [False, True]):
+        expected, *found = (
+            helpers.attempt(helpers.build(each, **options).requires_grad_(not frozen), wrong)
+            for each in (cls, *helpers.drop_ins(cls))
+        )
+        assert isinstance(expected, type)
+        assert {*found} == {expected}
 
 
 #: Functions of which the stock ones refuse what their modules cannot be given.

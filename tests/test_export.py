@@ -6,8 +6,10 @@
 import copy
 import io
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product
+from typing import Any
 
 import helpers
 import onnxruntime
@@ -107,6 +109,36 @@ def test_jit_trace() -> None:
     same(dict(traced.state_dict()), dict(stock_model.state_dict()))
 
 
+#: With which a layer runs other code than with its defaults.
+OPTIONS: dict[type[nn.Module], list[dict[str, Any]]] = {
+    nn.InstanceNorm2d: [{"track_running_stats": True}],
+    nn.Conv2d: [
+        {"padding": 1, "padding_mode": "circular"},
+        {"padding": 1, "padding_mode": "reflect"},
+        {"padding": "same"},
+    ],
+}
+
+
+def in_pairs(cls: type[nn.Module]) -> Iterator[tuple[nn.Module, nn.Module]]:
+    """Layers of a stock class, and each with a drop-in."""
+    for options, drop_in in product([{}, *OPTIONS.get(cls, [])], helpers.drop_ins(cls)):
+        yield helpers.build(cls, **options), helpers.build(drop_in, **options)
+
+
+@pytest.mark.filterwarnings("ignore:Converting a tensor to a Python")
+@pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
+@every_class
+def test_jit_trace_of_each_layer(cls: type[nn.Module], train: bool) -> None:
+    """Which torch traces twice, and compares."""
+    x = helpers.module_input(cls)
+    for own, layer in in_pairs(cls):
+        if train and cls.__name__.startswith(("Dropout", "AlphaDropout")):
+            return  # of which torch compares the numbers that they draw
+        expected = helpers.step(torch.jit.trace(own.train(train), x), x)
+        same(helpers.step(torch.jit.trace(layer.train(train), x), x), expected)
+
+
 class After(nn.Sequential):
     """A layer of something that no variable has."""
 
@@ -200,6 +232,15 @@ def test_fx(train: bool) -> None:
     assert helpers.kept(lambda: traced(x)) < helpers.kept(lambda: stock_model(x))
 
 
+@every_class
+def test_fx_of_one_layer(cls: type[nn.Module]) -> None:
+    """As the root of what is traced it is no leaf: what its forward does is."""
+    for own, layer in in_pairs(cls):
+        expected = helpers.attempt(fx.symbolic_trace, own)
+        if isinstance(expected, fx.GraphModule):
+            assert nodes(fx.symbolic_trace(layer)) == nodes(expected)
+
+
 def test_fx_takes_keywords_and_hooks() -> None:
     """Hooks of a leaf run when the graph runs, once, and not when it is traced."""
 
@@ -278,6 +319,28 @@ def test_make_fx() -> None:
 
     expected, actual = (traced(model)(x) for model in networks())
     same(actual, expected)
+
+
+@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+@every_class
+def test_make_fx_of_each_layer(cls: type[nn.Module], mode: str) -> None:
+    """The program may be differentiated, and draws from torch's generator of random numbers."""
+    x = helpers.module_input(cls)
+
+    def results(layer: nn.Module, is_recorded: bool) -> Any:
+        def run(x: Tensor) -> list[Tensor]:
+            y = layer(x)
+            wanted = [t for t in (x, *layer.parameters()) if t.requires_grad]
+            return [y, *torch.autograd.grad(y.square().sum(), wanted)]
+
+        if is_recorded:
+            run = make_fx(run, tracing_mode=mode, _allow_non_fake_inputs=True)(x)
+        torch.manual_seed(0)
+        return run(x)
+
+    for own, layer in in_pairs(cls):
+        if not isinstance(helpers.attempt(results, own, True), type):  # (as it asks for numbers)
+            same(results(layer, True), results(own, False))
 
 
 @pytest.mark.parametrize("drop_in", helpers.drop_ins(nn.RMSNorm))

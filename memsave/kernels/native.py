@@ -90,7 +90,10 @@ def piecewise(
     """The output and the bits in one pass (or the bits, where torch has to compute the output)."""
     if name not in PIECEWISE or (name in AS_X and not inplace and not is_as_result(x)):
         return None
-    if name != "softshrink" or (x.itemsize >= 4 and _native.fills_vectors(x.numel())):
+    size = x.numel()  # (which may be a symbol)
+    if name != "softshrink" or (
+        type(size) is int and x.itemsize >= 4 and _native.fills_vectors(size)
+    ):
         return _native.to_bits(PIECEWISE[name], x, inplace, None, low, high)
     op, test = PIECES[name]
     within, *bounds = test(low, high)

@@ -286,7 +286,7 @@ def prelu(input: Tensor, weight: Tensor) -> Tensor:
         input: ``(n, c, *)``. With fewer axes, for a single weight, it is stock.
         weight: ``(1,)`` or ``(c,)``.
     """
-    if getattr(input, "ndim", 0) < 2:
+    if not isinstance(input, Tensor) or input.ndim < 2:
         return F.prelu(input, weight)
     wants_weight = getattr(weight, "requires_grad", False)  # (what is no tensor is stock's error)
     return (_prelu_from_input if wants_weight else _prelu)(input, weight)

@@ -463,7 +463,13 @@ def _same(kernel: Sequence[int], dilation: Ints) -> tuple[int, ...]:
 
 def _conv_forward(self: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     dims = self._dims
-    if weight is None or not _has_axes(self, dims) or others() or is_replaced(_STOCK[dims]):
+    if (
+        weight is None
+        or not isinstance(input, Tensor)
+        or not _has_axes(self, dims)
+        or others()
+        or is_replaced(_STOCK[dims])
+    ):
         return _STOCK[dims]._conv_forward(self, input, weight, bias)
     padding, mode = _padding_left(self), self.padding_mode
     if mode != "zeros":

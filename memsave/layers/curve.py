@@ -188,11 +188,11 @@ as_stock(nn.Hardswish, spec.HARDSWISH)
 as_stock(nn.GLU, spec.GLU)
 
 
-def _is_narrow(x: Tensor) -> bool:
-    """Whether its dtype has too few digits for a slope that is the output and a constant: near
-    zero they cancel.
+def _has_digits(x: Any) -> bool:
+    """Whether its dtype has digits enough for a slope that is the output and a constant, which
+    cancel near zero. (Of what is no tensor it has not: a proxy of torch.fx, or an error.)
     """
-    return x.itemsize < 4
+    return isinstance(x, Tensor) and x.itemsize >= 4
 
 
 @drop_in(spec.ELU_FROM_OUTPUT)
@@ -202,7 +202,7 @@ class ELUFromOutput(nn.ELU):
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        if self.alpha < 0 or _is_narrow(input):  # not one to one
+        if self.alpha < 0 or not _has_digits(input):  # not one to one
             return nn.ELU.forward(self, input)
         return _elu_from_output(input, alpha=self.alpha, inplace=self.inplace)
 
@@ -214,7 +214,7 @@ class CELUFromOutput(nn.CELU):
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        if self.alpha <= 0 or _is_narrow(input):
+        if self.alpha <= 0 or not _has_digits(input):
             return nn.CELU.forward(self, input)
         return _celu_from_output(input, alpha=self.alpha, inplace=self.inplace)
 
@@ -226,18 +226,18 @@ class SELUFromOutput(nn.SELU):
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        if _is_narrow(input):
+        if not _has_digits(input):
             return nn.SELU.forward(self, input)
         return _selu_from_output(input, inplace=self.inplace)
 
 
-def _tells_branch(dtype: torch.dtype, threshold: float) -> bool:
+def _tells_branch(x: Any, threshold: float) -> bool:
     """Whether the output of softplus does: exp(-threshold) is below eps. (Of float16, what is small
     has too few digits.)
     """
-    if dtype is torch.float16 or not dtype.is_floating_point:
+    if not isinstance(x, Tensor) or x.dtype is torch.float16 or not x.is_floating_point():
         return False
-    return threshold >= -math.log(torch.finfo(dtype).eps)
+    return threshold >= -math.log(torch.finfo(x.dtype).eps)
 
 
 @drop_in(spec.SOFTPLUS_FROM_OUTPUT)
@@ -248,7 +248,7 @@ class SoftplusFromOutput(nn.Softplus):
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        if self.beta <= 0 or not _tells_branch(input.dtype, self.threshold):
+        if self.beta <= 0 or not _tells_branch(input, self.threshold):
             return nn.Softplus.forward(self, input)
         return _softplus_from_output(input, beta=self.beta, threshold=self.threshold)
 

@@ -15,7 +15,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .. import kernels, spec
-from .._context import is_plain_gradient, outside_of_vmap
+from .._context import is_plain_gradient, is_recorded, outside_of_vmap
 from ..function import Grads, Mask, Saved, Shapes, by_attributes, define
 from ..kernels.memory import empty_result
 from ..kernels.reference import Like
@@ -315,7 +315,8 @@ class DropoutFromRng(nn.Dropout):
     """As :class:`torch.nn.Dropout`. Keeps the state of the random generator alone."""
 
     def forward(self, input: Tensor) -> Tensor:
-        if self.training and 0 < self.p < 1 and _has_elements(input):
+        # (What is recorded must draw from torch's own generator.)
+        if self.training and 0 < self.p < 1 and _has_elements(input) and not is_recorded():
             return _dropout_from_rng(input, p=self.p, inplace=self.inplace)
         return F.dropout(input, self.p, self.training, self.inplace)
 

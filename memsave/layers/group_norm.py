@@ -18,7 +18,7 @@ from torch._prims_common import suggest_memory_format
 from torch.compiler import is_dynamo_compiling
 
 from .. import kernels, spec
-from .._context import is_final, widened
+from .._context import is_final, is_traced, widened
 from ..function import INPUT, WEIGHT, Grads, Mask, Saved, Shapes, by_node, define, for_stock
 from ..kernels.memory import FORMATS
 from .batch_norm import are_numbers, batch_norm, by_batch, weight_or_ones, zeros
@@ -363,8 +363,12 @@ def instance_norm(
     """
     params = (running_mean, running_var, weight, bias)
     if use_input_stats is not True:
-        if use_input_stats is not False or not torch.is_grad_enabled() or not input.numel():
-            # (Or stock's error.)
+        if (
+            use_input_stats is not False
+            or is_traced(input)
+            or not torch.is_grad_enabled()
+            or not input.numel()
+        ):  # (Or stock's error.)
             return F.instance_norm(input, *params, use_input_stats, momentum, eps)
         running = _as_weight(running_mean, running_var, input, weight)
         # (Of another layout stock makes a copy, too.)

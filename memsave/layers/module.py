@@ -254,5 +254,5 @@ def _dress(cls: Class, stock: Class) -> None:
     name = f"{cls.__qualname__}.__call__"
     __call__.__code__ = __call__.__code__.replace(co_qualname=name)
     cls.__call__ = __call__  # type: ignore[method-assign]
-    cls._get_name = lambda self: f"memsave.{cls.__name__}"  # type: ignore[method-assign]
+    cls._get_name = lambda self: f"memsave.{type(self).__name__}"  # type: ignore[method-assign]
     cls.__prepare_scriptable__ = __prepare_scriptable__  # type: ignore[attr-defined]
