@@ -505,7 +505,7 @@ def serves(fast: Any, dtype: torch.dtype) -> bool:
     """Whether it has loops over elements for numbers like these."""
     if fast.__name__.endswith("cuda"):
         return dtype in fast.NARROW
-    return dtype is not torch.float16
+    return True
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -694,7 +694,7 @@ def test_channels_scaled_by_triton(
     [(3, 5, 7, 11), (2, 3, 101, 113), (1, 3, 300, 301), (7, 6, 5, 3), (0, 3, 4, 5)],
     ids=str,
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.usefixtures("native")
 def test_channels_scaled(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     """Also where the parts of threads, or what is left to torch, begin within a channel."""
@@ -732,6 +732,17 @@ def test_bits_applied(fast: Any, size: int, dtype: torch.dtype) -> None:
                     torch.testing.assert_close(scaled, expected, rtol=2**-7, atol=0, equal_nan=True)
                 else:
                     assert same(scaled, expected)
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.3, 2**-9, 2.0**9])
+@pytest.mark.parametrize("size", [7, 1 << 16])
+def test_every_number_of_float16(native: Any, size: int, factor: float) -> None:
+    """Converted by arithmetic (fewer than eight) and by the processor, if it can."""
+    every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.float16)
+    bits = torch.full((size // 8 + 1,), 255, dtype=torch.uint8)[: (size + 7) // 8]
+    for x in every.split(size):
+        scaled = native.scale(x.clone(), bits[: (len(x) + 7) // 8], Like.of(x), factor, 0.0)
+        assert same(scaled, x * factor)
 
 
 @given(bits(), st.booleans())

@@ -63,7 +63,7 @@ _native.connect(
 are_arrays = _native.are_arrays
 
 DTYPES = {torch.float32: "float", torch.float64: "double"}
-POOLED = (*DTYPES, torch.bfloat16)
+POOLED = (*DTYPES, torch.bfloat16, torch.float16)
 
 
 def _loops(name: str) -> dict[torch.dtype, int]:

@@ -18,6 +18,7 @@
 #include "native/batch_norm.h"
 #include "native/curve.h"
 #include "native/formats.h"
+#include "native/half.h"
 #include "native/loss.h"
 #include "native/norm.h"
 #include "native/pooling.h"
@@ -36,7 +37,7 @@ static const Named NORMS[] = {
 };
 
 /* Loops over elements: for float, double, bfloat16 and float16; or for elements of 1, 2, 4 and 8 bytes. */
-#define FLOATS(NAME) {#NAME, 0, {NAME##_float, NAME##_double, NAME##_bfloat16}}
+#define FLOATS(NAME) {#NAME, 0, {NAME##_float, NAME##_double, NAME##_bfloat16, NAME##_float16}}
 #define CURVES(NAME) {#NAME, 0, {NAME##_float, NULL, NAME##_bfloat16}}
 static const struct {
     const char *name;
@@ -367,7 +368,7 @@ static void run_pool(int backwards, int kind, const void *x, void *y, uint8_t *o
         pool.moves[k] = (k0 * dilation[0] * in[1] + k1 * dilation[1]) * in[2] + k2 * dilation[2];
     }
     Loop *const loops[][2] = {{max_pool_float, unpool_float}, {max_pool_double, unpool_double},
-                              {max_pool_bfloat16, unpool_bfloat16}};
+                              {max_pool_bfloat16, unpool_bfloat16}, {max_pool_float16, unpool_float16}};
     Loop *loop = loops[kind][backwards];
     const size rows = planes * out[0] * out[1], volume = kernel[0] * kernel[1] * kernel[2];
     if (backwards) run((Task){loop, &pool, planes, 1}, threads, planes * in[0] * in[1] * in[2] * channels);
@@ -401,7 +402,7 @@ static PyObject *pool(PyObject *module, PyObject *args) {
     const int can = look_at_all(tensors, arrays, data, ALL);
     if (can < 0) return NULL;
     const int kind = kind_of(arrays[X].code, arrays[X].bits);
-    if (!can || kind < 0 || kind > OF_BFLOAT16 || arrays[OFFSETS].code != UNSIGNED || arrays[OFFSETS].bits != 8)
+    if (!can || kind < 0 || arrays[OFFSETS].code != UNSIGNED || arrays[OFFSETS].bits != 8)
         Py_RETURN_FALSE;
     const size threads = threads_for(planes * in[0] * in[1] * in[2] * channels);
     if (threads < 0) return NULL;

@@ -35,6 +35,35 @@ static inline uint16_t back_to_bfloat16(float value) {
 
 static inline uint16_t to_bfloat16(float value) { return value != value ? 0x7fc0 : back_to_bfloat16(value); }
 
+/* float16, by its bits: five of the exponent, which is less by 112, and the upper ten of the others. The smallest
+   numbers, of exponent 0, have no leading 1: it comes with a number that has it, which is added or taken away. */
+static inline float of_float16(uint16_t half) {
+    const uint32_t size = (uint32_t)(half & 0x7fff) << 13, sign = (uint32_t)(half & 0x8000) << 16;
+    const uint32_t bits = size + ((size < 0x7c00u << 13 ? 112u : 224u) << 23), least = size + (113u << 23);
+    float value, small;
+    memcpy(&value, &bits, 4);
+    memcpy(&small, &least, 4);
+    value = size < 0x400u << 13 ? small - 0x1p-14f : value;
+    uint32_t signed_bits;
+    memcpy(&signed_bits, &value, 4);
+    signed_bits |= sign;
+    memcpy(&value, &signed_bits, 4);
+    return value;
+}
+
+static inline uint16_t to_float16(float value) {
+    uint32_t bits, least;
+    memcpy(&bits, &value, 4);
+    const uint32_t sign = bits >> 16 & 0x8000, size = bits & 0x7fffffff;
+    float small;
+    memcpy(&small, &size, 4);
+    small += 0.5f; /* whose last bit is that of the smallest number */
+    memcpy(&least, &small, 4);
+    const uint32_t usual = (size - (112u << 23) + 0xfff + (size >> 13 & 1)) >> 13;
+    const uint32_t half = size < 113u << 23 ? least - (126u << 23) : usual > 0x7c00 ? 0x7c00 : usual;
+    return (uint16_t)(sign | (size > 0x7f800000 ? 0x7e00 : half));
+}
+
 /* Elements are STORED, and LOADed to be computed as T; near the two numbers are those that can be stored. */
 #define ARRAYS(T, STORED, LOAD, STORE)                                                  \
     const Arrays *arrays = work;                                                        \

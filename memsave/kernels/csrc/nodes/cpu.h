@@ -18,6 +18,12 @@ int64_t family_of[FAMILIES];
 /* Of DLPack. */
 int code_of(at::ScalarType dtype) { return dtype == at::kBFloat16 ? 4 : at::isFloatingType(dtype) ? 2 : 1; }
 
+/* As loops come in. */
+int kind_of(at::ScalarType dtype) {
+    if (dtype == at::kDouble) return OF_DOUBLE;
+    return dtype == at::kFloat ? OF_FLOAT : dtype == at::kBFloat16 ? OF_BFLOAT16 : OF_FLOAT16;
+}
+
 Loop *loop_for(int64_t family, at::ScalarType dtype) {
     return loops->of(family, code_of(dtype), 8 * (int)c10::elementSize(dtype));
 }

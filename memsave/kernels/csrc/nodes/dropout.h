@@ -166,7 +166,7 @@ at::DimVector channels(const Tensor &x) {
 Tensor noise_of(const Tensor &bits, at::IntArrayRef shape, double p, at::ScalarType dtype) {
     const Tensor noise = memory(shape, dtype);
     const uint8_t *bytes = bits.const_data_ptr<uint8_t>();
-    AT_DISPATCH_FLOATING_TYPES_AND(at::kBFloat16, noise.scalar_type(), "feature_dropout", [&] {
+    AT_DISPATCH_FLOATING_TYPES_AND2(at::kBFloat16, at::kHalf, noise.scalar_type(), "feature_dropout", [&] {
         scalar_t *values = noise.mutable_data_ptr<scalar_t>();
         const auto on = (scalar_t)factor_of(p, dtype);
         for (int64_t k = 0; k < noise.numel(); k++) values[k] = bytes[k / 8] >> k % 8 & 1 ? on : (scalar_t)0;
@@ -221,7 +221,7 @@ PyObject *feature_dropout(PyObject *, PyObject *const *args, Py_ssize_t count) {
     const Tensor *x = known(args[1]);
     double p;
     if (!x || !numbers(args + 2, &p, 1)) Py_RETURN_NONE;
-    if (!has_loops(*x) || (x->scalar_type() == at::kHalf && x->is_cpu())) Py_RETURN_NONE;
+    if (!has_loops(*x)) Py_RETURN_NONE;
     const auto shape = channels(*x);
     Made made;
     if (x->is_cuda()) {

@@ -187,7 +187,7 @@ Tensor cross_entropy_backward(AutogradContext *ctx, const Tensor &given) {
         const void *weights = weight.defined() ? weight.const_data_ptr() : nullptr;
         const Softmax softmax = {x.const_data_ptr(), h.const_data_ptr<float>(), classed, probabilities, weights,
                                  dx.mutable_data_ptr(), classes, places, smoothing};
-        loops->softmax(&softmax, own == at::kFloat ? OF_FLOAT : OF_BFLOAT16, rows, at::get_num_threads());
+        loops->softmax(&softmax, kind_of(own), rows, at::get_num_threads());
         return dx;
     }
     double *each = h.mutable_data_ptr<double>(), *gradient = dx.mutable_data_ptr<double>();

@@ -77,9 +77,7 @@ void pool(bool backwards, const Tensor &x, const Tensor &y, const Tensor &offset
           int64_t dims, at::MemoryFormat format) {
     const bool first = format == at::MemoryFormat::Contiguous;
     const int64_t planes = first ? c10::multiply_integers(x.sizes().slice(0, x.dim() - dims)) : x.size(0);
-    const auto dtype = x.scalar_type();
-    const int kind = dtype == at::kDouble ? OF_DOUBLE : dtype == at::kFloat ? OF_FLOAT : OF_BFLOAT16;
-    loops->pool(backwards, kind, x.const_data_ptr(), y.mutable_data_ptr(),
+    loops->pool(backwards, kind_of(x.scalar_type()), x.const_data_ptr(), y.mutable_data_ptr(),
                 offsets.mutable_data_ptr<uint8_t>(), planes, first ? 1 : x.size(1), &window,
                 at::get_num_threads());
 }
@@ -92,10 +90,8 @@ PyObject *pooled(PyObject *row, const Tensor &x, int64_t dims, const Window &win
         if (kernel[axis] > LARGEST_WINDOW) Py_RETURN_NONE;
     if (!x.numel() || kernel[0] * kernel[1] * kernel[2] > LARGEST_WINDOW) Py_RETURN_NONE;
     const auto format = format_of(x, dims);
-    const auto dtype = x.scalar_type();
     const bool is_device = x.is_cuda();
-    const bool is_pooled = dtype == at::kFloat || dtype == at::kDouble || dtype == at::kBFloat16;
-    if (!format || !(is_device ? has_loops(x) : is_pooled)) Py_RETURN_NONE;
+    if (!format || !has_loops(x)) Py_RETURN_NONE;
     at::DimVector shape(x.sizes());
     for (int64_t axis = 0; axis < dims; axis++) shape[x.dim() - dims + axis] = window.out[3 - dims + axis];
     const int64_t channels = *format == at::MemoryFormat::Contiguous ? 1 : x.size(1);

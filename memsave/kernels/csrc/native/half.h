@@ -1,0 +1,85 @@
+/* float16: some elements at a time are widened for a loop of floats, and what it makes of them is narrowed. */
+
+#pragma once
+
+#include "activation.h"
+
+enum { WIDENED = 1024 };
+
+/* Most processors convert eight at once (all that have AVX2); to the others, and of what is left, it is arithmetic. */
+#if defined(__x86_64__) && defined(__GNUC__)
+#include <immintrin.h>
+#define BY_EIGHTS __attribute__((target("avx2,f16c"))) static
+#define BY_PROCESSOR(CONVERTED) (__builtin_cpu_supports("avx2") ? CONVERTED : 0)
+
+BY_EIGHTS size eights_widened(const uint16_t *x, float *y, size count) {
+    size k = 0;
+    for (; k + 8 <= count; k += 8) _mm256_storeu_ps(y + k, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(x + k))));
+    return k;
+}
+
+BY_EIGHTS size eights_narrowed(const float *x, uint16_t *y, size count, float factor) {
+    size k = 0;
+    for (; k + 8 <= count; k += 8) {
+        const __m256 eight = _mm256_mul_ps(_mm256_loadu_ps(x + k), _mm256_set1_ps(factor));
+        _mm_storeu_si128((__m128i *)(y + k), _mm256_cvtps_ph(eight, _MM_FROUND_TO_NEAREST_INT));
+    }
+    return k;
+}
+#else
+#define BY_PROCESSOR(CONVERTED) 0
+#endif
+
+static void widen(const uint16_t *x, float *y, size count) {
+    for (size k = BY_PROCESSOR(eights_widened(x, y, count)); k < count; k++) y[k] = of_float16(x[k]);
+}
+
+static void narrow(const float *x, uint16_t *y, size count, float factor) {
+    for (size k = BY_PROCESSOR(eights_narrowed(x, y, count, factor)); k < count; k++) y[k] = to_float16(x[k] * factor);
+}
+
+static void in_floats(Loop *loop, const Arrays *half, size start, size end, size thread, int rounds, int writes) {
+    float values[WIDENED];
+    Arrays arrays = *half;
+    arrays.x = arrays.y = values;
+    if (rounds) arrays.a = of_float16(to_float16((float)half->a)), arrays.b = of_float16(to_float16((float)half->b));
+    for (size i = start, count; i < end; i += count) {
+        count = at_most(WIDENED, end - i);
+        widen((const uint16_t *)half->x + i, values, count);
+        arrays.bits = half->bits + i / 8;
+        loop(&arrays, 0, count, thread);
+        if (writes) narrow(values, (uint16_t *)half->y + i, count, 1);
+    }
+}
+
+/* Those that compare with rounded numbers, and those that make more than bits. */
+#define OF_FLOAT16(FAMILY, ROUNDS, WRITES)                                              \
+    static void FAMILY##_float16(const void *work, size start, size end, size thread) { \
+        in_floats(FAMILY##_float, work, start, end, thread, ROUNDS, WRITES);            \
+    }
+OF_FLOAT16(leaky_relu, 0, 1)
+OF_FLOAT16(hardtanh, 0, 1)
+OF_FLOAT16(threshold, 0, 1)
+OF_FLOAT16(hardshrink, 1, 1)
+OF_FLOAT16(hardsigmoid, 0, 1)
+OF_FLOAT16(above, 1, 0)
+OF_FLOAT16(within, 1, 0)
+OF_FLOAT16(not_outside, 0, 0)
+OF_FLOAT16(not_inside, 1, 0)
+OF_FLOAT16(scale, 0, 1)
+OF_FLOAT16(part, 0, 1)
+
+/* (As those of other dtypes.) */
+static void scale_channels_float16(const void *work, size start, size end, size thread) {
+    const Arrays *arrays = work;
+    const size places = (size)arrays->b;
+    float values[WIDENED];
+    (void)thread;
+    for (size i = start, count; i < end; i += count) {
+        const size channel = i / places;
+        const float factor = arrays->bits[channel / 8] >> channel % 8 & 1 ? (float)arrays->a : 0;
+        count = at_most(WIDENED, at_most((channel + 1) * places, end) - i);
+        widen((const uint16_t *)arrays->x + i, values, count);
+        narrow(values, (uint16_t *)arrays->y + i, count, factor);
+    }
+}
