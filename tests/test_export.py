@@ -321,7 +321,7 @@ def test_make_fx() -> None:
     same(actual, expected)
 
 
-@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+@pytest.mark.parametrize("mode", ["real", "symbolic"])
 @every_class
 def test_make_fx_of_each_layer(cls: type[nn.Module], mode: str) -> None:
     """The program may be differentiated, and draws from torch's generator of random numbers."""
