@@ -41,6 +41,7 @@ from memsave.spec import TABLE, Layer
 
 F = memsave.functional
 ROWS = [rule.row for rule in function.RULES.values() if rule.node and rule.row.name in TABLE]
+HALVES = (torch.bfloat16, torch.float16)
 every_row = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 
 
@@ -156,7 +157,7 @@ OF_IMAGES = [
 
 @needs_nodes
 @pytest.mark.parametrize("layer", OF_IMAGES, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=str)
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
 @pytest.mark.parametrize("size", [9, 64], ids=["few", "many"])
 def test_images(layer: nn.Module, dtype: torch.dtype, layout: Any, size: int) -> None:
@@ -179,7 +180,7 @@ def test_images(layer: nn.Module, dtype: torch.dtype, layout: Any, size: int) ->
         assert dx.dtype is dtype
         assert other is not layout or dx.stride() == gradient.stride()
         largest = gradient.abs().max().item()
-        bound = largest * (2**-6 if dtype is torch.bfloat16 else 1e-5)
+        bound = largest * (2 * torch.finfo(dtype).eps if dtype in HALVES else 1e-5)
         torch.testing.assert_close(dx, gradient, rtol=0, atol=bound)
 
 
@@ -601,7 +602,7 @@ def test_softmax_of_cross_entropy(classes: int) -> None:
 @by_probabilities
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("shape", [(3, 4, 43), (2, 4, 17, 19), (1, 4, 2, 4, 8)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, *HALVES], ids=str)
 def test_logits_of_images(
     shape: tuple[int, ...],
     dtype: torch.dtype,
@@ -632,7 +633,7 @@ def test_logits_of_images(
     same(y, run(x, nn.functional.cross_entropy)[0], rtol=0, atol=0)
     (_, exact) = run(x.detach().double().requires_grad_(), nn.functional.cross_entropy)
     # Rounded once, and where two terms nearly cancel, to rounding of the larger.
-    roundings = 1 if dtype is torch.bfloat16 else 8
+    roundings = 1 if dtype in HALVES else 8
     eps = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
     largest = exact.nan_to_num(0).abs().max().item()
     rtol = roundings * torch.finfo(dtype).eps
@@ -642,16 +643,19 @@ def test_logits_of_images(
 @needs_nodes
 @of_classes
 @by_probabilities
-def test_cross_entropy_in_16_bits(by_probabilities: bool, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_cross_entropy_in_16_bits(
+    dtype: torch.dtype, by_probabilities: bool, options: dict[str, Any]
+) -> None:
     """Rounded once, also where a probability is near 1, which has few digits itself."""
-    options = _in_dtype(options, torch.bfloat16)
+    options = _in_dtype(options, dtype)
     if "weight" in options:
         options["weight"] = options["weight"].repeat(13)[:50]
-    x = (4 * torch.randn(300, 50, generator=torch.Generator().manual_seed(0))).bfloat16()
+    x = (4 * torch.randn(300, 50, generator=torch.Generator().manual_seed(0))).to(dtype)
     target = torch.arange(300) % 50
     x[torch.arange(100), target[:100]] = 12
     if by_probabilities:
-        target = _probabilities(target, 50).bfloat16()
+        target = _probabilities(target, 50).to(dtype)
     else:
         target[-1] = -100
     loss = memsave.functional.cross_entropy(x.requires_grad_(), target, **options)
@@ -662,13 +666,16 @@ def test_cross_entropy_in_16_bits(by_probabilities: bool, options: dict[str, Any
     (expected,) = torch.autograd.grad(nn.functional.cross_entropy(wide, target, **options), wide)
     # (Where what is wanted and a probability nearly cancel, their difference has fewer digits.)
     cancels = by_probabilities or "label_smoothing" in options
-    same(dx.double(), expected, rtol=2**-8, atol=1e-8 if cancels else 1e-12)
+    least = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps  # of float16, 6e-8
+    atol = 1e-8 if cancels else 1e-12
+    same(dx.double(), expected, rtol=torch.finfo(dtype).eps / 2, atol=max(atol, least))
 
 
 @needs_nodes
-def test_softmax_of_special_numbers_in_16_bits() -> None:
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_softmax_of_special_numbers_in_16_bits(dtype: torch.dtype) -> None:
     """Also where all logits are negative, or far apart."""
-    x = torch.linspace(-1, -99, 40).bfloat16().repeat(6, 1)
+    x = torch.linspace(-1, -99, 40).to(dtype).repeat(6, 1)
     x[:, 3] = -torch.inf
     x[1], x[2], x[3, 7], x[4, 7], x[5, 7] = -torch.inf, torch.inf, torch.nan, torch.inf, -torch.nan
     target = torch.zeros(6, dtype=torch.int64)
@@ -677,7 +684,8 @@ def test_softmax_of_special_numbers_in_16_bits() -> None:
     (dx,) = torch.autograd.grad(loss, x)
     p = x.detach().double().softmax(1)
     p[:, 0] -= 1
-    same(dx.double(), p, rtol=2**-8, atol=1e-37)
+    least = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+    same(dx.double(), p, rtol=torch.finfo(dtype).eps / 2, atol=max(1e-37, least))
     assert dx[0, 3] == 0
 
 

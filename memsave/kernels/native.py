@@ -112,7 +112,10 @@ def pack(mask: Tensor, like: Like) -> Tensor | None:
 
 
 #: Loops of norms by the dtype of rows; of groups, as stored in torch's default format.
-NORM = _loops("norm") | {torch.bfloat16: _native.norm_bfloat16}
+NORM = _loops("norm") | {
+    torch.bfloat16: _native.norm_bfloat16,
+    torch.float16: _native.norm_float16,
+}
 GROUP_NORM = _loops("group_norm")
 
 

@@ -117,7 +117,7 @@ typedef struct {
     void (*batch_norm)(const BatchNorm *norm, int is_double, ptrdiff_t threads);
     /* Bits of whether each of some numbers in [0, 1) is below p. */
     void (*bernoulli)(Twister *twister, uint8_t *bits, ptrdiff_t elements, double p);
-    /* Of floats or bfloat16. */
+    /* Of floats, bfloat16 or float16. */
     void (*softmax)(const Softmax *softmax, int kind, ptrdiff_t rows, ptrdiff_t threads);
     /* Of images that store their channels last, to y, of elements of so many bytes: 2, 4 or 8. */
     void (*channels_first)(const void *x, void *y, ptrdiff_t bytes, ptrdiff_t images, ptrdiff_t channels,

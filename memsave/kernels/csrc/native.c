@@ -32,13 +32,13 @@ typedef struct {
     Loop *loop;
 } Named;
 static const Named NORMS[] = {
-    NAMED(norm_float),       NAMED(norm_double), NAMED(norm_bfloat16),
+    NAMED(norm_float),       NAMED(norm_double),       NAMED(norm_bfloat16), NAMED(norm_float16),
     NAMED(group_norm_float), NAMED(group_norm_double),
 };
 
 /* Loops over elements: for float, double, bfloat16 and float16; or for elements of 1, 2, 4 and 8 bytes. */
 #define FLOATS(NAME) {#NAME, 0, {NAME##_float, NAME##_double, NAME##_bfloat16, NAME##_float16}}
-#define CURVES(NAME) {#NAME, 0, {NAME##_float, NULL, NAME##_bfloat16}}
+#define CURVES(NAME) {#NAME, 0, {NAME##_float, NULL, NAME##_bfloat16, NAME##_float16}}
 static const struct {
     const char *name;
     int by_size;
@@ -78,9 +78,10 @@ static void run_batch_norm(const BatchNorm *norm, int is_double, size threads) {
 }
 
 static void run_softmax(const Softmax *rows, int kind, size count, size threads) {
-    Loop *const loops[2][2] = {{softmax_float, softmax_bfloat16}, {image_softmax_float, image_softmax_bfloat16}};
+    Loop *const loops[2][4] = {{softmax_float, NULL, softmax_bfloat16, softmax_float16},
+                               {image_softmax_float, NULL, image_softmax_bfloat16, image_softmax_float16}};
     const int of_images = rows->places > 1;
-    run((Task){loops[of_images][kind != OF_FLOAT], rows, count, of_images ? PLACES_AT_ONCE : 1}, threads,
+    run((Task){loops[of_images][kind], rows, count, of_images ? PLACES_AT_ONCE : 1}, threads,
         count * rows->features);
 }
 

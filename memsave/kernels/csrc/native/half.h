@@ -3,6 +3,7 @@
 #pragma once
 
 #include "activation.h"
+#include "curve.h"
 
 enum { WIDENED = 1024 };
 
@@ -39,14 +40,16 @@ static void narrow(const float *x, uint16_t *y, size count, float factor) {
 }
 
 static void in_floats(Loop *loop, const Arrays *half, size start, size end, size thread, int rounds, int writes) {
-    float values[WIDENED];
+    float values[WIDENED], others[WIDENED];
     Arrays arrays = *half;
     arrays.x = arrays.y = values;
+    arrays.also = half->also ? others : NULL;
     if (rounds) arrays.a = of_float16(to_float16((float)half->a)), arrays.b = of_float16(to_float16((float)half->b));
     for (size i = start, count; i < end; i += count) {
         count = at_most(WIDENED, end - i);
         widen((const uint16_t *)half->x + i, values, count);
-        arrays.bits = half->bits + i / 8;
+        if (half->also) widen((const uint16_t *)half->also + i, others, count);
+        if (half->bits) arrays.bits = half->bits + i / 8;
         loop(&arrays, 0, count, thread);
         if (writes) narrow(values, (uint16_t *)half->y + i, count, 1);
     }
@@ -68,6 +71,9 @@ OF_FLOAT16(not_outside, 0, 0)
 OF_FLOAT16(not_inside, 1, 0)
 OF_FLOAT16(scale, 0, 1)
 OF_FLOAT16(part, 0, 1)
+OF_FLOAT16(rest, 0, 1)
+OF_FLOAT16(tanh2, 0, 1)
+OF_FLOAT16(logistic, 0, 1)
 
 /* (As those of other dtypes.) */
 static void scale_channels_float16(const void *work, size start, size end, size thread) {

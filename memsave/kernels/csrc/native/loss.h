@@ -13,11 +13,15 @@ static inline float largest_float(const float *x, size count) {
 /* As integers, once what is negative counts downwards. (nan may be the largest.) */
 static inline int16_t rank_of(uint16_t half) { return (int16_t)half < 0 ? (int16_t)(half ^ 0x7fff) : (int16_t)half; }
 
-static inline float largest_bfloat16(const uint16_t *x, size count) {
+static inline uint16_t largest_half(const uint16_t *x, size count) {
     int16_t largest = INT16_MIN;
     LARGEST_OF(largest) for (size i = 0; i < count; i++) largest = rank_of(x[i]) > largest ? rank_of(x[i]) : largest;
-    return of_bfloat16((uint16_t)rank_of((uint16_t)largest));
+    return (uint16_t)rank_of((uint16_t)largest);
 }
+
+static inline float largest_bfloat16(const uint16_t *x, size count) { return of_bfloat16(largest_half(x, count)); }
+
+static inline float largest_float16(const uint16_t *x, size count) { return of_float16(largest_half(x, count)); }
 
 /* What each of some classes is wanted to be, times its weight: its probability (but for a row's class, which
    comes on top), and as much of what is smoothed as any other. (A loop that asks for what may be missing is not
@@ -84,6 +88,7 @@ static inline float largest_bfloat16(const uint16_t *x, size count) {
     }
 SOFTMAX(float, float, , , 0)
 SOFTMAX(bfloat16, uint16_t, of_bfloat16, back_to_bfloat16, 1)
+SOFTMAX(float16, uint16_t, of_float16, to_float16, 1)
 
 /* The same of images, whose places lie beside each other: several at a time. */
 enum { PLACES_AT_ONCE = 128 };
@@ -145,3 +150,4 @@ enum { PLACES_AT_ONCE = 128 };
     }
 SOFTMAX_OF_IMAGES(float, float, , , 0)
 SOFTMAX_OF_IMAGES(bfloat16, uint16_t, of_bfloat16, back_to_bfloat16, 1)
+SOFTMAX_OF_IMAGES(float16, uint16_t, of_float16, to_float16, 1)

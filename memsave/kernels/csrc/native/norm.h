@@ -126,6 +126,7 @@ PUT_ASIDE(double)
 NORM(norm_float, float, float, , )
 NORM(norm_double, double, double, , )
 NORM(norm_bfloat16, float, uint16_t, of_bfloat16, to_bfloat16) /* parameters and statistics: float */
+NORM(norm_float16, float, uint16_t, of_float16, to_float16)    /* (as well) */
 
 #define GROUP_NORM(NAME, T)                                                             \
     WIDE_LOOP void NAME(const void *work, size start, size end, size thread) {          \

@@ -14,8 +14,7 @@ constexpr int64_t FEW_PLACES = 32; /* of which a loop over images makes no vecto
 
 bool fits(const Tensor &x, const Tensor &target) {
     const auto dtype = x.scalar_type();
-    const bool is_served = has_loops(x) && (dtype != at::kHalf || x.is_cuda());
-    if (!is_known(x) || !is_served || x.dim() < 2 || !x.numel()) return false;
+    if (!is_known(x) || !has_loops(x) || x.dim() < 2 || !x.numel()) return false;
     const auto shape = x.sizes();
     const bool are_many = x.dim() == 2 || c10::multiply_integers(shape.slice(2)) >= FEW_PLACES;
     if (!are_many || !x.is_contiguous() || !is_beside(target, x) || !target.is_contiguous()) return false;
@@ -177,7 +176,7 @@ Tensor cross_entropy_backward(AutogradContext *ctx, const Tensor &given) {
     const bool is_double = own == at::kDouble;
     const Tensor dx = is_double ? at::_softmax(x, 1, false) : memory_like(x);
     const Tensor h = memory(g.dim() ? g.sizes() : at::IntArrayRef(rows), wide), from = g.to(wide);
-    AT_DISPATCH_FLOATING_TYPES_AND(at::kBFloat16, own, "cross_entropy", [&] {
+    AT_DISPATCH_FLOATING_TYPES_AND2(at::kBFloat16, at::kHalf, own, "cross_entropy", [&] {
         using wide_t = at::opmath_type<scalar_t>;
         factors_of_rows<scalar_t>(from, target, weight, classes, ignored, is_mean, h.mutable_data_ptr<wide_t>(), rows);
     });
