@@ -129,7 +129,7 @@ static int begin(Pass *pass, size family, PyObject *x, PyObject *stride, PyObjec
     pass->loop = loop_of(family, &array);
     const int any_order = !stride || stride == Py_None;
     if (!pass->loop || (!any_order && !is_stored_as(&array, stride))) return 0;
-    pass->arrays.x = pass->arrays.y = array.data;
+    pass->arrays.x = pass->arrays.y = array.data, pass->arrays.also = NULL;
     return is_unobserved();
 }
 
