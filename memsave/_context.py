@@ -105,6 +105,8 @@ def is_recorded() -> bool:
     """Whether ``make_fx`` records what runs: for a program that is run on other values, and may be
     differentiated.
     """
+    if is_dynamo_compiling():
+        return False
     return _get_dispatch_mode(_TorchDispatchModeKey.PROXY) is not None
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -257,6 +258,23 @@ def build(cls: type[nn.Module], **overrides: Any) -> nn.Module:
     required = [p.name for p in parameters if p.default is p.empty and p.kind < 2]
     seed(0)
     return cls(**{name: _required(cls, name) for name in required} | overrides).double()
+
+
+#: With which a layer runs other code than with its defaults.
+OPTIONS: dict[type[nn.Module], list[dict[str, Any]]] = {
+    nn.InstanceNorm2d: [{"track_running_stats": True}],
+    nn.Conv2d: [
+        {"padding": 1, "padding_mode": "circular"},
+        {"padding": 1, "padding_mode": "reflect"},
+        {"padding": "same"},
+    ],
+}
+
+
+def in_pairs(cls: type[nn.Module]) -> Iterator[tuple[nn.Module, nn.Module]]:
+    """Layers of a stock class, and each with a drop-in."""
+    for options, drop_in in product([{}, *OPTIONS.get(cls, [])], drop_ins(cls)):
+        yield build(cls, **options), build(drop_in, **options)
 
 
 def module_input(cls: type[nn.Module]) -> Tensor:

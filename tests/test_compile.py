@@ -66,6 +66,19 @@ def test_every_layer_compiles(row: Layer) -> None:
             assert actual_bytes == 0 < expected_bytes
 
 
+@helpers.every_class
+def test_every_module_compiles(cls: type[nn.Module]) -> None:
+    """In one graph, and it gives what stock does, compiled alike."""
+    x = helpers.module_input(cls)
+    for own, layer in helpers.in_pairs(cls):
+        for train in (True, False) if [*own.buffers()] else (True,):
+            torch._dynamo.reset()
+            expected, actual = (
+                helpers.step(compiled(module.train(train), "eager"), x) for module in (own, layer)
+            )
+            same(actual, expected)
+
+
 @pytest.mark.parametrize(
     "row", [r for r in TABLE.values() if not _reads_its_output(r)], ids=lambda row: row.name
 )

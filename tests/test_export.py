@@ -6,9 +6,8 @@
 import copy
 import io
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
-from itertools import product
 from typing import Any
 
 import helpers
@@ -109,30 +108,13 @@ def test_jit_trace() -> None:
     same(dict(traced.state_dict()), dict(stock_model.state_dict()))
 
 
-#: With which a layer runs other code than with its defaults.
-OPTIONS: dict[type[nn.Module], list[dict[str, Any]]] = {
-    nn.InstanceNorm2d: [{"track_running_stats": True}],
-    nn.Conv2d: [
-        {"padding": 1, "padding_mode": "circular"},
-        {"padding": 1, "padding_mode": "reflect"},
-        {"padding": "same"},
-    ],
-}
-
-
-def in_pairs(cls: type[nn.Module]) -> Iterator[tuple[nn.Module, nn.Module]]:
-    """Layers of a stock class, and each with a drop-in."""
-    for options, drop_in in product([{}, *OPTIONS.get(cls, [])], helpers.drop_ins(cls)):
-        yield helpers.build(cls, **options), helpers.build(drop_in, **options)
-
-
 @pytest.mark.filterwarnings("ignore:Converting a tensor to a Python")
 @pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
 @every_class
 def test_jit_trace_of_each_layer(cls: type[nn.Module], train: bool) -> None:
     """Which torch traces twice, and compares."""
     x = helpers.module_input(cls)
-    for own, layer in in_pairs(cls):
+    for own, layer in helpers.in_pairs(cls):
         if train and cls.__name__.startswith(("Dropout", "AlphaDropout")):
             return  # of which torch compares the numbers that they draw
         expected = helpers.step(torch.jit.trace(own.train(train), x), x)
@@ -235,7 +217,7 @@ def test_fx(train: bool) -> None:
 @every_class
 def test_fx_of_one_layer(cls: type[nn.Module]) -> None:
     """As the root of what is traced it is no leaf: what its forward does is."""
-    for own, layer in in_pairs(cls):
+    for own, layer in helpers.in_pairs(cls):
         expected = helpers.attempt(fx.symbolic_trace, own)
         if isinstance(expected, fx.GraphModule):
             assert nodes(fx.symbolic_trace(layer)) == nodes(expected)
@@ -338,7 +320,7 @@ def test_make_fx_of_each_layer(cls: type[nn.Module], mode: str) -> None:
         torch.manual_seed(0)
         return run(x)
 
-    for own, layer in in_pairs(cls):
+    for own, layer in helpers.in_pairs(cls):
         if not isinstance(helpers.attempt(results, own, True), type):  # (as it asks for numbers)
             same(results(layer, True), results(own, False))
 

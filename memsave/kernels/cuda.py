@@ -131,8 +131,10 @@ def piecewise(
     if name in AS_X and not inplace and not is_as_result(x):
         return None
     are_numbers = {type(low), type(high)} <= {float, int}
-    if are_numbers and any(torch.finfo(x.dtype).max < abs(n) < math.inf for n in (low, high)):
-        return None  # For torch to refuse.
+    if x.dtype in FLOATS and are_numbers:
+        largest = torch.finfo(x.dtype).max
+        if any(largest < abs(number) < math.inf for number in (low, high)):
+            return None  # For torch to refuse.
     dtypes = NARROW if name == "hardtanh" else (torch.float32,)
     if x.dtype in dtypes and name in PIECEWISE and are_numbers:
         return _with_bits(x, inplace, name, low, high)
