@@ -218,7 +218,8 @@ def _windows_of(
         room = size + 2 * before - wide * (width - 1) - 1
         count = (room + (along - 1 if ceil_mode else 0)) // along + 1
         # The last window begins in the input or in the padding before it.
-        outputs.append(count - (ceil_mode and (count - 1) * along >= size + before))
+        is_outside = ceil_mode and (count - 1) * along >= size + before
+        outputs.append(count - 1 if is_outside else count)
     if min(outputs) < 1:
         return None
     return Windows(tuple(inputs), tuple(outputs), kernel, step, pad, apart)
