@@ -23,6 +23,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import gc
 import itertools
+import logging
 from collections.abc import Iterator
 
 import jax
@@ -46,6 +47,10 @@ settings.register_profile("dev", max_examples=5, **COMMON)
 settings.register_profile("ci", max_examples=12, derandomize=True, database=None, **COMMON)
 settings.register_profile("thorough", max_examples=500, **COMMON)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+# pytest listens to loggers that do not propagate. To this one torch tells all that it compiles, but
+# only where somebody listens, and it took a quarter of the time of those tests.
+logging.getLogger("torch.__trace").propagate = True
 
 torch.set_num_threads(1)  # pytest-xdist has a process per core already
 

@@ -12,6 +12,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -236,6 +237,9 @@ def fast(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     monkeypatch.setattr(cuda, "_is_here", lambda x: True)
     monkeypatch.setattr(cuda, "POOLED", 1 << 14)  # Programs run one after the other.
     monkeypatch.setattr(cuda, "PROGRAMS", 3)  # So that each has several tiles of rows.
+    # It would compute all integers in 64 bits too, to see what overflows, and not tell.
+    builder = importlib.import_module("triton.runtime.interpreter").interpreter_builder
+    monkeypatch.setattr(builder, "options", replace(builder.options, sanitize_overflow=False))
     with np.errstate(all="ignore"):  # of infinity and nan
         yield cuda
 

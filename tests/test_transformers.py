@@ -410,11 +410,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def model(name: str) -> nn.Module:
+def model(name: str, **more: Any) -> nn.Module:
     cls, options = MODELS[name]
     cls = getattr(transformers, cls)
     torch.manual_seed(0)
-    return cls(cls.config_class(**options))
+    return cls(cls.config_class(**options | more))
 
 
 def loss(model: nn.Module) -> Tensor:
@@ -500,7 +500,7 @@ def test_two_in_one_graph_of_any_sizes(row: Any) -> None:
 @pytest.mark.parametrize("name", ["llama", "gemma"])
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiles_as_a_whole(name: str, dynamic: bool) -> None:
-    net = memsave.convert(model(name))
+    net = memsave.convert(model(name, num_hidden_layers=1))
     expected = gradients(net)
     torch._dynamo.reset()
     compiled = torch.compile(net, fullgraph=True, backend="aot_eager", dynamic=dynamic)
