@@ -92,6 +92,12 @@ def convert(
         except CannotRecord as error:
             warnings.warn(f"each layer takes its first row: {error}", stacklevel=2)
             plan = _planned(found, None)
+        except TypeError as error:
+            if isinstance(example_inputs, Mapping):
+                error.add_note(
+                    "(A dict gives the inputs by keyword; for one that is a dict: (x,).)"
+                )
+            raise
     place(plan)
     result = coverage(model)
     logger.info("%s", result)

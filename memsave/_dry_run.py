@@ -6,12 +6,14 @@ By default on fake tensors, which have shapes and storages but no memory.
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 import random
 import sys
-from collections import OrderedDict
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import _lru_cache_wrapper, partial
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,
     FakeTensorMode,
     UnsupportedFakeTensorException,
 )
@@ -77,6 +80,9 @@ def _dry_state(
             if fake is None:  # Hooks may put others of the same class in their place.
                 made[parameter] = nn.Parameter(made[parameter], wanted)
             made[parameter].requires_grad_(wanted)
+            # What is said of it, as a scale by which it is quantized.
+            own = vars(made[parameter])
+            own.update({name: said for name, said in vars(parameter).items() if name not in own})
         elif wanted:
             made[parameter].requires_grad_()
         put(name, made[parameter])
@@ -96,63 +102,100 @@ def _left_as_it_was(model: nn.Module) -> Iterator[None]:
     """Undo in the end what a forward has set in its modules (a cache, a counter), which may be fake
     tensors, or has drawn.
     """
-    attributes = [(m, type(m), dict(vars(m)), _contents(m)) for m in model.modules()]
-    values = [value for _, _, before, _ in attributes for value in before.values()]
-    for *_, contents in attributes:
-        for container, _ in contents:
-            values += container.values() if isinstance(container, dict) else container
-    plain, generators = _state_of(values, {*model.parameters(), *model.buffers()})
+    modules, containers = _reached(model)
+    classes = [type(module) for module, _ in modules]
+    values: list[Any] = []
+    for _, content in (*modules, *containers):
+        values += content.values() if isinstance(content, dict) else content
+    with_stand_ins = {*model.parameters(), *model.buffers()}
+    plain = _versions(values, with_stand_ins)
+    hidden = {buffer for module, _ in modules for buffer in module.buffers()} - with_stand_ins
     numpy = sys.modules.get("numpy.random")
-    drawn = random.getstate(), numpy and numpy.get_state()
+    restore = [partial(random.setstate, random.getstate()), *_states(values, numpy)]
+    if numpy:
+        restore.append(partial(numpy.set_state, numpy.get_state()))
     try:
         yield
     finally:
-        random.setstate(drawn[0])
-        if numpy:
-            numpy.set_state(drawn[1])
-        for generator, state in generators:
-            generator.set_state(state)
+        for as_before in restore:
+            as_before()
         for tensor, version, before in plain:
-            if tensor._version != version:
+            # (Batch norms overwrite their statistics without a new version.)
+            if tensor._version != version or tensor in hidden:
                 with torch.no_grad():
                     tensor.copy_(before)
-        for module, cls, before, contents in attributes:
+        for (module, before), cls in zip(modules, classes, strict=True):
             if type(module) is not cls:
                 module.__class__ = cls
             now = vars(module)
             for name in now.keys() - before.keys():
                 del now[name]
             now.update(before)
-            for container, content in contents:
-                container.clear()
-                (container.extend if isinstance(container, list) else container.update)(content)
+        for container, content in containers:
+            container.clear()
+            has_places = isinstance(container, list | deque)
+            (container.extend if has_places else container.update)(content)
 
 
-def _contents(module: nn.Module) -> list[tuple[Any, Any]]:
-    """Its lists, dictionaries and sets (those of its parameters and buffers, and those in others,
-    too), with copies.
+_CONTAINERS = {list, dict, set, OrderedDict, defaultdict, Counter, deque}
+
+
+def _reached(model: nn.Module) -> tuple[list[tuple[nn.Module, dict[str, Any]]], list[Any]]:
+    """All modules, also those that are attributes or in lists without being registered, with copies
+    of their attributes; and all lists, dictionaries and sets in those, with copies.
     """
-    found: dict[int, tuple[Any, Any]] = {}
-    todo = [*vars(module).values()]
+    modules: list[Any] = []
+    containers: list[Any] = []
+    seen: set[int] = set()
+    todo: list[Any] = [*model.modules()]
     while todo:
         value = todo.pop()
-        if type(value) in _CONTAINERS and id(value) not in found:
-            found[id(value)] = value, value.copy()
-            todo += value.values() if isinstance(value, dict) else value
-    return [*found.values()]
+        is_module = isinstance(value, nn.Module)
+        if id(value) in seen or not (is_module or type(value) in _CONTAINERS):
+            continue
+        seen.add(id(value))
+        content = dict(vars(value)) if is_module else copy.copy(value)
+        (modules if is_module else containers).append((value, content))
+        todo += content.values() if isinstance(content, dict) else content
+    return modules, containers
 
 
-def _state_of(values: list[Any], others: set[Tensor]) -> tuple[list[Any], list[Any]]:
-    """Tensors but ``others``, with their versions and copies; and random generators, with their
-    states.
-    """
+def _versions(values: list[Any], others: set[Tensor]) -> list[tuple[Tensor, int, Tensor]]:
+    """Tensors but ``others``, with their versions and copies."""
     tensors = {value for value in values if type(value) is Tensor and not value.is_inference()}
-    tensors -= others
-    generators = {value for value in values if isinstance(value, torch.Generator)}
-    return (
-        [(tensor, tensor._version, tensor.detach().clone()) for tensor in tensors],
-        [(generator, generator.get_state()) for generator in generators],
-    )
+    return [(tensor, tensor._version, tensor.detach().clone()) for tensor in tensors - others]
+
+
+def _states(values: list[Any], numpy: Any) -> Iterator[Callable[[], Any]]:
+    """What puts random generators back to where they are now."""
+    for value in values:
+        if isinstance(value, torch.Generator):
+            yield partial(value.set_state, value.get_state())
+        elif type(value) is random.Random:
+            yield partial(value.setstate, value.getstate())
+        elif numpy and isinstance(value, numpy.Generator):
+            yield partial(setattr, value.bit_generator, "state", value.bit_generator.state)
+
+
+def _forget(fake: FakeTensorMode) -> None:
+    """Clear the caches of functions (``functools.cache``) that have fake tensors now."""
+    for cache in gc.get_objects():
+        if type(cache) is _lru_cache_wrapper and any(
+            isinstance(value, FakeTensor) and value.fake_mode is fake for value in _cached(cache)
+        ):
+            cache.cache_clear()
+
+
+def _cached(cache: Any) -> Iterator[Any]:
+    """What it has returned, and the parts of that."""
+    todo = gc.get_referents(cache)
+    for value in todo:
+        if type(value) is dict:  # where it has no bound
+            todo += value.values()
+        elif type(value) in (tuple, list):
+            yield from value
+        else:
+            yield value
 
 
 def _copied(value: Any) -> Any:
@@ -163,9 +206,6 @@ def _copied(value: Any) -> Any:
         return copy.deepcopy(value)
     except Exception:  # of whatever kind: it is the user's class
         return value
-
-
-_CONTAINERS = {list, dict, set, OrderedDict}
 
 
 def _stand_in(tensor: Tensor, fake: FakeTensorMode | None) -> Tensor:
@@ -216,7 +256,24 @@ def dry_run(
                 "fake tensors will not do, so the model runs on real ones: %s", error
             )
             return dry_run(model, inputs, kwargs, trainable, fake=False)
-    mode = FakeTensorMode(allow_non_fake_inputs=True) if fake else None
+    if not fake:
+        return _recorded(model, inputs, kwargs, trainable, None)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    references = sys.getrefcount(mode)
+    try:
+        return _recorded(model, inputs, kwargs, trainable, mode)
+    finally:
+        if sys.getrefcount(mode) > references:  # by fake tensors
+            _forget(mode)
+
+
+def _recorded(
+    model: nn.Module,
+    inputs: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    trainable: Trainable | None,
+    mode: FakeTensorMode | None,
+) -> Trace:
     state = _dry_state(model, trainable, mode)
     inputs, kwargs = _dry_inputs(inputs, kwargs, mode)
     try:
@@ -237,7 +294,7 @@ def dry_run(
             )
         elif str(other) != str(error):
             error.add_note(f"(If nothing is recorded, it raises {other!r}.)")
-        if fake:
+        if mode is not None:
             told.add_note(
                 "(This was a dry run on fake tensors. If the model itself takes these inputs, "
                 "memsave.report(..., fake=False) may do so, too.)"
@@ -285,8 +342,11 @@ def _forward(
                 module.require_backward_grad_sync = module.require_forward_param_sync = False
         # (Of what is compiled, nobody could observe the layers. What is tied, the state has tied.)
         quiet = _quiet("torch._subclasses.fake_tensor")
-        with quiet, fake or nullcontext(), torch.compiler.set_stance("force_eager"):
-            return torch.func.functional_call(runs, tensors, inputs, kwargs, tie_weights=False)
+        try:
+            with quiet, fake or nullcontext(), torch.compiler.set_stance("force_eager"):
+                return torch.func.functional_call(runs, tensors, inputs, kwargs, tie_weights=False)
+        finally:
+            torch.clear_autocast_cache()
 
 
 def _error(*args: Any) -> Exception | None:

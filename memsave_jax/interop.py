@@ -49,10 +49,11 @@ def load_state_dict(
         rename: Path of a layer in ``model``, as ``"stages.0.conv"``, to that in the state dict.
 
     Raises:
-        KeyError: The state dict lacks a weight, or has one that no layer takes.
+        KeyError: The state dict lacks a weight, or has one that no layer takes (if it is shared, by
+            any of its names).
         ValueError: A weight has another shape. In either case nothing is written.
     """
-    todo, left = [], {n for n in state_dict if not n.endswith("num_batches_tracked")}
+    todo, taken = [], set()
     for name, variable, row, argument, layer in _weights(model, rename):
         if name not in state_dict:
             raise KeyError(f"the state dict has no {name!r}, which the model needs")
@@ -60,8 +61,10 @@ def load_state_dict(
         if array.shape != variable.shape:
             raise ValueError(f"{name} has shape {array.shape} here, the model {variable.shape}")
         todo.append((variable, jnp.asarray(array, variable.dtype)))
-        left.discard(name)
-    if left:
+        taken.add(_memory(name, state_dict[name]))
+    # (PyTorch lists what is shared by each of its names.)
+    left = [name for name, value in state_dict.items() if _memory(name, value) not in taken]
+    if left := [name for name in left if not name.endswith("num_batches_tracked")]:
         raise KeyError(f"no layer of the model takes {', '.join(sorted(left))}")
     for variable, array in todo:
         variable.set_value(array)
@@ -81,7 +84,7 @@ def state_dict(
     """
     arrays, taken = {}, set()
     for name, variable, row, argument, layer in _weights(model, rename):
-        array = np.asarray(variable[...])
+        array = np.asarray(variable[...]).copy()
         array = array.astype(np.float32) if array.dtype == jnp.bfloat16 else array
         arrays[name] = _to_torch(array, row, argument, layer)
         taken.add(id(variable))
@@ -93,9 +96,14 @@ def state_dict(
 
 
 def _array(value: Any) -> np.ndarray:
-    """(NumPy reads no bfloat16 of PyTorch's.)"""
+    """A copy, as JAX may take an array itself. (NumPy reads no bfloat16 of PyTorch's.)"""
     is_narrow = str(getattr(value, "dtype", None)) == "torch.bfloat16"
-    return np.asarray(value.float() if is_narrow else value)
+    return np.asarray(value.float() if is_narrow else value).copy()
+
+
+def _memory(name: str, value: Any) -> Any:
+    """What PyTorch's names of one weight have in common: where it lies."""
+    return (value.data_ptr(), value.shape) if hasattr(value, "data_ptr") else name
 
 
 def _weights(

@@ -178,6 +178,41 @@ def test_resnet() -> None:
         np.testing.assert_allclose(its[name], parameter.grad.numpy(), atol=1e-8 * scale)
 
 
+def test_no_memory_is_shared() -> None:
+    """What one framework overwrites later is not the other's."""
+    ours, its = (
+        nn.ModuleDict({"layer": nn.Linear(4, 6)}),
+        Holder(nnx.Linear(4, 6, rngs=nnx.Rngs(0))),
+    )
+    interop.load_state_dict(its, ours.state_dict())
+    back = interop.state_dict(its)
+    before = {name: array.copy() for name, array in back.items()}
+    with torch.no_grad():
+        for parameter in ours.parameters():
+            parameter.add_(1)
+    for array in back.values():
+        array += 1
+    for name, array in interop.state_dict(its).items():
+        np.testing.assert_array_equal(array, before[name])
+
+
+def test_shared_layers() -> None:
+    """PyTorch lists them by each of their names."""
+    ours, its = (
+        nn.ModuleDict({"layer": nn.Linear(4, 4)}),
+        Holder(nnx.Linear(4, 4, rngs=nnx.Rngs(0))),
+    )
+    ours["again"] = ours["layer"]
+    ours["head"] = nn.Linear(4, 4, bias=False)
+    ours["head"].weight = ours["layer"].weight
+    its.again = its.layer
+    interop.load_state_dict(its, ours.state_dict())
+    np.testing.assert_array_equal(its.again.kernel[...].T, ours["head"].weight.detach())
+    ours["head"].weight = nn.Parameter(torch.ones(4, 4))
+    with pytest.raises(KeyError, match=r"no layer of the model takes head\.weight"):
+        interop.load_state_dict(its, ours.state_dict())
+
+
 def test_nothing_is_written_unless_all_fits() -> None:
     layer = Holder(nnx.Linear(4, 6, rngs=nnx.Rngs(0)))
     before = np.asarray(layer.layer.kernel[...])

@@ -1,5 +1,7 @@
 """The report: it measures what autograd keeps, agrees with the table, and says why."""
 
+import collections
+import functools
 import gc
 import logging
 import random
@@ -504,6 +506,83 @@ def test_what_a_module_made_in_inference_mode() -> None:
     with torch.inference_mode():
         model.cache = torch.ones(3)
     assert memsave.report(model, torch.ones(2, 3, 8, 8)).stock
+
+
+class Remembers(nn.Module):
+    """All that it can, in its forward."""
+
+    def __init__(self, ones: Callable[[int], torch.Tensor], needs_values: bool) -> None:
+        super().__init__()
+        self.ones = ones
+        self.layer = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+        self.last = collections.deque(range(2), maxlen=2)
+        self.seen = collections.defaultdict(list)
+        self.count = collections.Counter(calls=1)
+        self.random, self.generator = random.Random(0), np.random.default_rng(0)
+        self.hidden = [nn.BatchNorm1d(4), nn.Linear(4, 4)]
+        self.__dict__["teacher"] = nn.BatchNorm1d(4)
+        self.needs_values = needs_values
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.hidden[1](self.hidden[0](self.layer(x))) + self.ones(4) + self.teacher(x)
+        self.hidden[0].last = y.detach()
+        self.last.append(y.detach())
+        self.seen["y"].append(y.detach())
+        self.count["calls"] += 1
+        if self.needs_values and y.sum().item() > 1e9:
+            return y
+        return y * self.random.random() * self.generator.random()
+
+
+@pytest.mark.parametrize("needs_values", [False, True])
+@pytest.mark.parametrize("half", [False, True])
+def test_what_a_forward_remembers(needs_values: bool, half: bool) -> None:
+    """In containers of every kind, modules that are not registered, its own generators, functions
+    that are cached, and the weights that autocast keeps.
+    """
+    torch.manual_seed(0)
+    ones = functools.cache(torch.ones)
+    plain, model = (Remembers(ones, needs_values) for _ in range(2))
+    model.load_state_dict(plain.state_dict())
+    model.hidden[1].load_state_dict(plain.hidden[1].state_dict())
+    x = torch.randn(3, 4)
+    with torch.autocast("cpu", enabled=half):
+        memsave.convert(model, x)
+        memsave.report(model, x, fake=not needs_values)
+        assert type(ones(4)) is torch.Tensor
+        assert [*model.last] == [0, 1]
+        assert (model.seen, model.count["calls"]) == ({}, 1)
+        same(model(x), plain(x))
+    for of_plain, of_model in ((plain.hidden[0], model.hidden[0]), (plain.teacher, model.teacher)):
+        same([*of_model.buffers()], [*of_plain.buffers()])
+
+
+@pytest.mark.parametrize("fake", [True, False])
+def test_what_is_said_of_a_parameter(fake: bool) -> None:
+    """As the scale of a quantized weight."""
+
+    class Scaled(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * self.weight.scale
+
+    model = nn.Sequential(Scaled(4, 4), nn.LeakyReLU())
+    model[0].weight.scale = 2.0
+    assert memsave.report(model, torch.ones(3, 4), fake=fake).converted
+
+
+def test_a_dict_that_is_one_input() -> None:
+    class Takes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.ReLU()
+
+        def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+            return self.layer(batch["x"])
+
+    with pytest.raises(TypeError, match="unexpected keyword argument 'x'") as raised:
+        memsave.convert(Takes(), {"x": torch.ones(3)})
+    assert "A dict gives the inputs by keyword" in "".join(raised.value.__notes__)
+    memsave.convert(Takes(), ({"x": torch.ones(3)},))
 
 
 def test_a_dry_run_within_another() -> None:
