@@ -263,8 +263,10 @@ def dry_run(
     try:
         return _recorded(model, inputs, kwargs, trainable, mode)
     finally:
-        if sys.getrefcount(mode) > references:  # by fake tensors
-            _forget(mode)
+        if sys.getrefcount(mode) > references:
+            gc.collect(1)  # Functions of torch's that have it, in cycles.
+            if sys.getrefcount(mode) > references:  # Fake tensors have it.
+                _forget(mode)
 
 
 def _recorded(
