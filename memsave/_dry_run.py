@@ -122,8 +122,7 @@ def _left_as_it_was(model: nn.Module) -> Iterator[None]:
         for tensor, version, before in plain:
             # (Batch norms overwrite their statistics without a new version.)
             if tensor._version != version or tensor in hidden:
-                with torch.no_grad():
-                    tensor.copy_(before)
+                tensor.data.copy_(before)
         for (module, before), cls in zip(modules, classes, strict=True):
             if type(module) is not cls:
                 module.__class__ = cls
@@ -188,14 +187,9 @@ def _forget(fake: FakeTensorMode) -> None:
 
 def _cached(cache: Any) -> Iterator[Any]:
     """What it has returned, and the parts of that."""
-    todo = gc.get_referents(cache)
-    for value in todo:
-        if type(value) is dict:  # where it has no bound
-            todo += value.values()
-        elif type(value) in (tuple, list):
-            yield from value
-        else:
-            yield value
+    for value in gc.get_referents(cache):  # Its dictionary, where it has no bound.
+        for result in [*value.values()] if type(value) is dict else [value]:
+            yield from result if type(result) in (tuple, list) else (result,)
 
 
 def _copied(value: Any) -> Any:

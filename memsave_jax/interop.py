@@ -60,7 +60,7 @@ def load_state_dict(
         array = _to_jax(_array(state_dict[name]), row, argument, layer)
         if array.shape != variable.shape:
             raise ValueError(f"{name} has shape {array.shape} here, the model {variable.shape}")
-        todo.append((variable, jnp.asarray(array, variable.dtype)))
+        todo.append((variable, jnp.array(array, variable.dtype)))  # a copy
         taken.add(_memory(name, state_dict[name]))
     # (PyTorch lists what is shared by each of its names.)
     left = [name for name, value in state_dict.items() if _memory(name, value) not in taken]
@@ -84,7 +84,7 @@ def state_dict(
     """
     arrays, taken = {}, set()
     for name, variable, row, argument, layer in _weights(model, rename):
-        array = np.asarray(variable[...]).copy()
+        array = np.asarray(variable[...])
         array = array.astype(np.float32) if array.dtype == jnp.bfloat16 else array
         arrays[name] = _to_torch(array, row, argument, layer)
         taken.add(id(variable))
@@ -96,9 +96,9 @@ def state_dict(
 
 
 def _array(value: Any) -> np.ndarray:
-    """A copy, as JAX may take an array itself. (NumPy reads no bfloat16 of PyTorch's.)"""
+    """(NumPy reads no bfloat16 of PyTorch's.)"""
     is_narrow = str(getattr(value, "dtype", None)) == "torch.bfloat16"
-    return np.asarray(value.float() if is_narrow else value).copy()
+    return np.asarray(value.float() if is_narrow else value)
 
 
 def _memory(name: str, value: Any) -> Any:
@@ -149,7 +149,7 @@ def _to_jax(array: np.ndarray, row: Layer, argument: str, layer: nnx.Module) -> 
 def _to_torch(array: np.ndarray, row: Layer, argument: str, layer: nnx.Module) -> np.ndarray:
     array = _flipped(array) if _is_flipped(layer, argument) else array
     order = np.argsort(_order(row, argument, array.ndim))
-    return np.ascontiguousarray(array.transpose(order))
+    return np.array(array.transpose(order), order="C")  # a copy
 
 
 def _is_flipped(layer: nnx.Module, argument: str) -> bool:
