@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -54,3 +55,21 @@ class Kept(NamedTuple):
 
     def total(self) -> int:
         return sum(self.named.values()) + sum(self.extras)
+
+
+def remembered(run: Callable[..., Result]) -> Callable[..., Result]:
+    """The same method of a backend, which asks stock but once for what it does in a case: whether
+    it accepts it, and what ours is compared with, by one property after another.
+    """
+    results: dict[Any, Result] = {}
+
+    @functools.wraps(run)
+    def wrapped(self: Any, row: Any, case: Any, *, stock: bool = False) -> Result:
+        if not stock:
+            return run(self, row, case)
+        asked = (self.stock(row), row.name, repr(case))
+        if asked not in results:
+            results[asked] = run(self, row, case, stock=True)
+        return results[asked]
+
+    return wrapped

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from arrays import Array, Kept, Result
+from arrays import Array, Kept, Result, remembered
 from hypothesis import settings
 from jax import lax
 from jax.extend.core import Literal
@@ -130,18 +130,15 @@ class Jax:
     def crashes(self, case: Case) -> bool:
         return False
 
-    @_wide
     def accepts(self, row: Layer, case: Case, *, empty: bool = True) -> bool:
         """Whether the stock op accepts a case (backward, too), and has finite outputs."""
         try:
-            call = self._call(row, replace(case, special=False), stock=True)
-            outputs, pull = jax.eval_shape(lambda *w: jax.vjp(call, *w), *call.wanted)
-            jax.eval_shape(lambda pull, g: pull(g), pull, outputs)
-            outputs = jax.tree.leaves(jax.jit(call)(*call.wanted))
+            outputs = self.run(row, replace(case, special=False), stock=True).outputs
         except Exception as error:
             self.refusal = error
             return False
-        return all(jnp.isfinite(y).all() for y in outputs) and (empty or outputs[0].size > 0)
+        finite = all(np.isfinite(y.values).all() for y in outputs)
+        return finite and (empty or outputs[0].values.size > 0)
 
     @_wide
     def outcome(self, row: Layer, case: Case, *, stock: bool = False) -> Any:
@@ -154,21 +151,26 @@ class Jax:
         return [(str(y.dtype), y.shape, y.weak_type) for y in jax.tree.leaves(outputs)]
 
     @_wide
+    def differentiates(self, row: Layer, case: Case) -> bool:
+        """Whether the stock op accepts the types of a case, backward too."""
+        try:
+            jax.eval_shape(*self._step(row, case, stock=True))
+        except Exception as error:
+            self.refusal = error
+            return False
+        return True
+
+    @remembered
+    @_wide
     def run(self, row: Layer, case: Case, *, stock: bool = False) -> Result:
         """Forward and backward."""
-        call = self._call(row, case, stock=stock)
-
-        @jax.jit
-        def run(*wanted: jax.Array) -> Any:
-            outputs, pull = jax.vjp(call, *wanted)
-            return outputs, pull(self._g(row, outputs, case))
-
-        outputs, grads = run(*call.wanted)
+        step, *wanted = self._step(row, case, stock=stock)
+        outputs, grads = jax.jit(step)(*wanted)
         ys = outputs if isinstance(outputs, tuple) else (outputs,)
         return Result(
             [self._array(row, "y" if k == 0 else "", y) for k, y in enumerate(ys)],
             {},
-            {n: self._array(row, n, g) for n, g in zip(call.names, grads, strict=True)},
+            {n: self._array(row, n, g) for n, g in zip(_names(case), grads, strict=True)},
             0.0,
         )
 
@@ -323,6 +325,16 @@ class Jax:
         function = self.stock(row) if stock else self.layer(row)
         return Call(function, self.rules[row.name], case)
 
+    def _step(self, row: Layer, case: Case, *, stock: bool) -> tuple[Any, ...]:
+        """Forward and backward as a function of the wanted arguments, and these."""
+        call = self._call(row, case, stock=stock)
+
+        def step(*wanted: jax.Array) -> Any:
+            outputs, pull = jax.vjp(call, *wanted)
+            return outputs, pull(self._g(row, outputs, case))
+
+        return step, *call.wanted
+
     def _g(self, row: Layer, outputs: Any, case: Case) -> Any:
         """The incoming gradient; zero for all but the first output."""
         y = outputs[0] if isinstance(outputs, tuple) else outputs
@@ -357,7 +369,7 @@ class Call:
 
     def __init__(self, function: Callable[..., Any], rule: Rule, case: Case) -> None:
         self.function, self.case = function, case
-        self.names = sorted(case.wrt, key=list(case.shapes).index)
+        self.names = _names(case)
         self.args = {
             name: None if shape is None else _argument(rule, case, name, shape)
             for name, shape in case.shapes.items()
@@ -376,6 +388,11 @@ class Call:
 
     def __call__(self, *wanted: Any) -> Any:
         return self.with_inputs(wanted, self.args, self.key)
+
+
+def _names(case: Case) -> list[str]:
+    """Of the wanted arguments, in order."""
+    return sorted(case.wrt, key=list(case.shapes).index)
 
 
 def _place(array: jax.Array) -> Any:

@@ -49,12 +49,12 @@ def test_every_layer_compiles(row: Layer) -> None:
     def run(function, wrt: frozenset[str]):
         torch._dynamo.reset()
         args = inputs(row, wrt)
-        call = compiled(lambda *args: function(*args, **options(row)))
+        call = compiled(lambda *args: function(*args, **chosen))
         results = outcome(call, [*args.values()])
         free = [value for name, value in args.items() if name != first]
         return results, helpers.kept(lambda: call(*args.values()), free)
 
-    everything, first = frozenset(row.reads), next(iter(row.args))
+    everything, first, chosen = frozenset(row.reads), next(iter(row.args)), options(row)
     for wrt in {everything, frozenset([first]), everything - {first}} - {frozenset()}:
         (actual, actual_bytes), (expected, expected_bytes) = (
             run(ours(row), wrt),
@@ -401,9 +401,10 @@ def test_transforms_inside(transform: str) -> None:
 def test_autocast_stays_as_it_is(row: Layer) -> None:
     """After a layer has been traced with its backward."""
     args, layer = inputs(row, frozenset(row.reads), dtype=torch.float32), ours(row)
+    chosen = options(row)
 
     def run(*args):
-        y = layer(*args, **options(row))
+        y = layer(*args, **chosen)
         return y, torch.is_autocast_enabled("cpu")
 
     with torch.autocast("cpu"):

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from arrays import Array, Kept, Result
+from arrays import Array, Kept, Result, remembered
 from helpers import seed
 from strategies import LAYOUTS, Case
 from torch import Tensor
@@ -149,6 +149,7 @@ class Torch:
             return type(error)
         return [_array(output)[:3] for output in outputs]
 
+    @remembered
     def run(self, row: Layer, case: Case, *, stock: bool = False) -> Result:
         """Forward and backward."""
         leaves = _leaves(case)
