@@ -30,6 +30,7 @@ import jax
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, settings
+from torch._dynamo import guards
 
 from experiments.torchvision_stub import declare_missing_ops
 from memsave import function
@@ -51,6 +52,8 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 # pytest listens to loggers that do not propagate. To this one torch tells all that it compiles, but
 # only where somebody listens, and it took a quarter of the time of those tests.
 logging.getLogger("torch.__trace").propagate = True
+# For a log it times the guards of a program, too, with caches that it has flushed.
+guards.profile_guard_manager = lambda *_: 0.0
 
 torch.set_num_threads(1)  # pytest-xdist has a process per core already
 
