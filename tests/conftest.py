@@ -4,12 +4,12 @@ import os
 from importlib.metadata import version
 
 # Many small programs are compiled and run once, some on eight devices. (To be said before jax is
-# imported. The last two halve the time of a compilation; later versions may not know them.)
+# imported. The last halves the time of a compilation; later versions of jaxlib do not know it.)
 os.environ.setdefault(
     "XLA_FLAGS",
     "--xla_force_host_platform_device_count=8 "
     "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-    + " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+    + " --xla_cpu_use_fusion_emitters=false"
     * version("jaxlib").startswith("0.10."),
 )
 
