@@ -150,37 +150,31 @@ class Jax:
             return type(error)
         return [(str(y.dtype), y.shape, y.weak_type) for y in jax.tree.leaves(outputs)]
 
-    @_wide
     def differentiates(self, row: Layer, case: Case) -> bool:
         """Whether the stock op accepts the types of a case, backward too."""
-        try:
-            jax.eval_shape(*self._step(row, case, stock=True))
-        except Exception as error:
-            self.refusal = error
-            return False
-        return True
+        self.refusal = self.error(row, case, stock=True)
+        return self.refusal is None
 
     @remembered
     @_wide
     def run(self, row: Layer, case: Case, *, stock: bool = False) -> Result:
         """Forward and backward."""
-        step, *wanted = self._step(row, case, stock=stock)
-        outputs, grads = jax.jit(step)(*wanted)
+        step, call = self._step(row, case, stock=stock)
+        outputs, grads = jax.jit(step)(*call.wanted)
         ys = outputs if isinstance(outputs, tuple) else (outputs,)
         return Result(
             [self._array(row, "y" if k == 0 else "", y) for k, y in enumerate(ys)],
             {},
-            {n: self._array(row, n, g) for n, g in zip(_names(case), grads, strict=True)},
+            {n: self._array(row, n, g) for n, g in zip(call.names, grads, strict=True)},
             0.0,
         )
 
     @_wide
-    def error(self, row: Layer, case: Case) -> Exception | None:
+    def error(self, row: Layer, case: Case, *, stock: bool = False) -> Exception | None:
         """What forward or backward raises, if anything."""
-        call = self._call(row, case, stock=False)
+        step, call = self._step(row, case, stock=stock)
         try:
-            outputs, pull = jax.eval_shape(lambda *w: jax.vjp(call, *w), *call.wanted)
-            jax.eval_shape(lambda pull: pull(self._g(row, outputs, case)), pull)
+            jax.eval_shape(step, *call.wanted)
         except Exception as error:
             return error
         return None
@@ -325,15 +319,15 @@ class Jax:
         function = self.stock(row) if stock else self.layer(row)
         return Call(function, self.rules[row.name], case)
 
-    def _step(self, row: Layer, case: Case, *, stock: bool) -> tuple[Any, ...]:
-        """Forward and backward as a function of the wanted arguments, and these."""
+    def _step(self, row: Layer, case: Case, *, stock: bool) -> tuple[Callable[..., Any], Call]:
+        """Forward and backward as a function of the wanted arguments; and the call."""
         call = self._call(row, case, stock=stock)
 
         def step(*wanted: jax.Array) -> Any:
             outputs, pull = jax.vjp(call, *wanted)
             return outputs, pull(self._g(row, outputs, case))
 
-        return step, *call.wanted
+        return step, call
 
     def _g(self, row: Layer, outputs: Any, case: Case) -> Any:
         """The incoming gradient; zero for all but the first output."""
@@ -369,7 +363,7 @@ class Call:
 
     def __init__(self, function: Callable[..., Any], rule: Rule, case: Case) -> None:
         self.function, self.case = function, case
-        self.names = _names(case)
+        self.names = sorted(case.wrt, key=list(case.shapes).index)
         self.args = {
             name: None if shape is None else _argument(rule, case, name, shape)
             for name, shape in case.shapes.items()
@@ -388,11 +382,6 @@ class Call:
 
     def __call__(self, *wanted: Any) -> Any:
         return self.with_inputs(wanted, self.args, self.key)
-
-
-def _names(case: Case) -> list[str]:
-    """Of the wanted arguments, in order."""
-    return sorted(case.wrt, key=list(case.shapes).index)
 
 
 def _place(array: jax.Array) -> Any:

@@ -247,7 +247,9 @@ def fast(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
 @pytest.fixture(params=SIZES)
 def size(request: pytest.FixtureRequest, fast: Any) -> int:
     """Of Triton's programs, which run here one after another, no more than five and a part."""
-    return min(request.param, 5 * 2048 + 3) if fast.__name__.endswith("cuda") else request.param
+    if fast.__name__.endswith("cuda"):
+        return min(request.param, 5 * 8 * fast.BYTES + 3)
+    return request.param
 
 
 @pytest.fixture
