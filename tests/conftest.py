@@ -4,11 +4,14 @@ import os
 from importlib.metadata import version
 
 # Many small programs are compiled and run once, some on eight devices. (To be said before jax is
-# imported. The last halves the time of a compilation; later versions of jaxlib do not know it.)
+# imported. In one piece a program is compiled faster; LLVM would contract its products and sums
+# then, but for instructions that have no such thing. The last halves the time of a compilation;
+# later versions of jaxlib do not know it.)
 os.environ.setdefault(
     "XLA_FLAGS",
     "--xla_force_host_platform_device_count=8 "
-    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
+    "--xla_cpu_parallel_codegen_split_count=1 --xla_cpu_max_isa=AVX"
     + " --xla_cpu_use_fusion_emitters=false"
     * version("jaxlib").startswith("0.10."),
 )
@@ -17,6 +20,9 @@ os.environ.setdefault(
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", ".pytest_cache/jax")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+
+# Other processes that compile for inductor would each import torch, and the cores are busy anyway.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 # Kernels of Triton are tested on the CPU. (To be said before triton is imported.)
 os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -66,6 +72,13 @@ def forget_compiled_programs() -> Iterator[None]:
     yield
     if next(_tests) % 50 == 0:
         jax.clear_caches()
+        set_aside()
+
+
+def set_aside() -> None:
+    """What stays need not be looked at by each collection of garbage."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(params=["nodes", "rules"])
@@ -76,9 +89,8 @@ def by_nodes_and_by_rules(request: pytest.FixtureRequest, monkeypatch: pytest.Mo
 
 
 def pytest_collection_finish() -> None:
-    """What is there before the first test stays, and need not be looked at by each collection."""
-    gc.collect()
-    gc.freeze()
+    set_aside()
+    gc.set_threshold(50_000, 20, 100)  # what is traced is many objects, few of them in cycles
 
 
 def pytest_configure(config: pytest.Config) -> None:
