@@ -1,19 +1,20 @@
 """How every test runs: which Hypothesis profile, how many threads, which warnings are expected."""
 
 import os
+import platform
 from importlib.metadata import version
 
 # Many small programs are compiled and run once, some on eight devices. (To be said before jax is
-# imported. In one piece a program is compiled faster; LLVM would contract its products and sums
-# then, but for instructions that have no such thing. The last halves the time of a compilation;
-# later versions of jaxlib do not know it.)
+# imported.) In one piece a program is compiled faster; LLVM would contract its products and sums
+# then, but has no instruction for both among those of AVX. The last halves the time of a
+# compilation; later versions of jaxlib do not know it.
 os.environ.setdefault(
     "XLA_FLAGS",
     "--xla_force_host_platform_device_count=8 "
-    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
-    "--xla_cpu_parallel_codegen_split_count=1 --xla_cpu_max_isa=AVX"
-    + " --xla_cpu_use_fusion_emitters=false"
-    * version("jaxlib").startswith("0.10."),
+    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+    + " --xla_cpu_parallel_codegen_split_count=1 --xla_cpu_max_isa=AVX"
+    * (platform.machine() == "x86_64")
+    + " --xla_cpu_use_fusion_emitters=false" * version("jaxlib").startswith("0.10."),
 )
 
 # Programs that another process, or an earlier run, compiled need not be compiled again.
