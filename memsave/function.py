@@ -164,7 +164,7 @@ def define(
         unless,
         covers,
         autocast,
-        compiled,
+        compiled and bwd is not None,
         smooth,
         (*row.args, "y") if shapes is None else shapes,
         node if nodes is not None else None,
@@ -211,6 +211,8 @@ def differentiable(rule: Rule) -> Callable[..., Any]:
                     return y
         # (As is_compiling(), which runs two Python functions.)
         compiling = is_dynamo_compiling() or compiler._is_compiling_flag
+        if compiling and not rule.compiled:
+            return primal(*args, **options)
         if not compiling and _len_torch_function_stack() and _asks_for_layers():
             with _pop_mode_temporarily():
                 return layer(*args, **options)
@@ -453,7 +455,7 @@ def _untraceable(rule: Rule, args: tuple[Any, ...], options: Mapping[str, Any]) 
         if isinstance(arg, Tensor) and (type(arg) not in OF_TORCH or is_special(arg)):
             return True
     inplace = rule.row.inplace and options.get("inplace")
-    if not rule.compiled or is_exported() or inplace:
+    if is_exported() or inplace:
         return True
     return rule.covers is not None and not rule.covers(*args)
 
@@ -531,18 +533,26 @@ def for_stock(
         casts: Whether autocast is to cast the arguments: it keeps the copies, also of parameters.
         has_bias: Whether there is one; otherwise it is ``None``.
     """
-    if is_dynamo_compiling() or _observers:
+    if is_dynamo_compiling():
+        # Which takes much longer to trace a rule than the stock op, and knows all of a module.
+        if casts and isinstance(input, Tensor) and amp_enabled(input.device.type):
+            return None
+        weight: Any = module.weight
+        bias: Any = module.bias if has_bias else None
+    elif _observers:
         return None
-    if nodes is not None:
+    elif nodes is not None:
         return nodes.for_stock(module.__dict__, wanted, input, casts, has_bias)
-    if compiler._is_compiling_flag or _is_tracing():
-        return None
-    own, names = module._parameters, {"weight", "bias"} if has_bias else {"weight"}
-    if (casts and _is_any_autocast_enabled()) or type(own) is not dict or not own.keys() >= names:
-        return None
-    if module.__dict__.keys() & names:
-        return None
-    weight, bias, bits = own["weight"], own["bias"] if has_bias else None, 0
+    else:
+        if compiler._is_compiling_flag or _is_tracing():
+            return None
+        own, names = module._parameters, {"weight", "bias"} if has_bias else {"weight"}
+        if (casts and _is_any_autocast_enabled()) or type(own) is not dict:
+            return None
+        if not own.keys() >= names or module.__dict__.keys() & names:
+            return None
+        weight, bias = own["weight"], own["bias"] if has_bias else None
+    bits = 0
     for place, tensor in enumerate((input, weight, bias)):
         if tensor is not None:
             if type(tensor) not in OF_TORCH or (place and not tensor.is_leaf):

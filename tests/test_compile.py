@@ -3,7 +3,7 @@ no more than the compiled stock layer; a frozen convolution keeps less.
 """
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import helpers
@@ -126,6 +126,34 @@ def test_compiled_autograd(rule: function.Rule) -> None:
             with compiled_autograd._enable(compiler):
                 actual = gradients(wrt, more)
             same(actual, expected)
+
+
+#: Of each the number of autograd functions that torch.compile traces.
+TRACED: dict[Callable[[], nn.Module], int] = {
+    lambda: nn.Linear(6, 6): 0,
+    lambda: nn.LayerNorm(6): 0,
+    lambda: nn.GroupNorm(2, 4): 0,
+    lambda: nn.Conv2d(4, 4, 3): 0,
+    lambda: nn.BatchNorm2d(4): 0,
+    lambda: nn.Dropout(0.5): 0,
+    lambda: nn.PReLU(): 0,
+    lambda: nn.PReLU().requires_grad_(False): 1,
+    lambda: nn.Conv2d(4, 4, 3).requires_grad_(False): 1,
+}
+
+
+@pytest.mark.parametrize("layer", TRACED, ids=lambda layer: type(layer()).__name__)
+def test_functions_are_traced_only_where_they_save(layer: Callable[[], nn.Module]) -> None:
+    """They take the compiler some ten times as long as the stock op."""
+    traced = []
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> Callable:
+        traced.extend(str(node.target) for node in graph.graph.nodes)
+        return graph
+
+    x = torch.randn(2, 4, 6, 6, requires_grad=True)
+    compiled(memsave.convert(layer()), backend)(x)
+    assert traced.count("autograd_function_apply") == TRACED[layer], traced
 
 
 def frozen() -> list[nn.Module]:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 
 from .. import kernels, spec
 from .._context import is_final
@@ -261,6 +262,8 @@ def _for_stock(module: Any, training: bool, input: Tensor) -> tuple[Any, Any] | 
     """(Without a weight, its second derivative leaves out terms. On CUDA it keeps a copy of ``x``
     where that is stored in neither of torch's formats; on other devices it may.)
     """
+    if is_dynamo_compiling():
+        return None  # as it traces the stock op of every call
     # Not training, the gradient of the input reads none of it.
     own = for_stock(module, INPUT | WEIGHT if training else WEIGHT, input)
     if own is None or own[0] is None:

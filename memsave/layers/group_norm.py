@@ -388,7 +388,8 @@ class GroupNorm(nn.GroupNorm):
         if own is not None and (
             input.is_contiguous()
             or (
-                not _are_functorch_transforms_active()
+                not is_dynamo_compiling()
+                and not _are_functorch_transforms_active()
                 and input.is_contiguous(memory_format=(taken := _memory_format(input)))
                 and (input.requires_grad or not _crashes_without_x(input, taken))
             )
@@ -423,6 +424,7 @@ def _apply_instance_norm(self: Any, input: Tensor) -> Tensor:
     suffices = (
         weight is None
         and running_mean is None
+        and not is_dynamo_compiling()
         and for_stock(self, INPUT, input) is not None
         and input.is_contiguous()
         and input.shape[0] > 1
