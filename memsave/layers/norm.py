@@ -269,8 +269,9 @@ class LayerNorm(nn.LayerNorm):
         if (y := by_node("layer_norm_of", spec.LAYER_NORM, self, input)) is not None:
             return y
         if (own := for_stock(self, INPUT | WEIGHT, input)) is not None:
-            # (Without what F.layer_norm does for those who look at functions.)
-            stock = F.layer_norm if _len_torch_function_stack() else torch.layer_norm
+            # (Without what F.layer_norm does for those who look at functions, as compilers do.)
+            is_seen = _len_torch_function_stack() or is_dynamo_compiling()
+            stock = F.layer_norm if is_seen else torch.layer_norm
             return stock(input, self.normalized_shape, *own, self.eps)
         return layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
 
