@@ -184,7 +184,7 @@ def differentiable(rule: Rule) -> Callable[..., Any]:
     # What follows runs at every call of a layer, mostly with cold caches, where it is the number
     # of Python functions that costs: so it calls few, and looks up at definition what it can.
     row, primal, unless, autocast = rule.row, rule.primal, rule.unless, rule.autocast
-    smooth, function = rule.smooth, _function(rule)
+    overwrites, smooth, function = row.inplace, rule.smooth, _function(rule)
     casts = 0
     if autocast is not None and not rule.node_casts:
         casts = sum(bit for device, bit in _CASTS if autocast(device) is not None)
@@ -234,13 +234,17 @@ def differentiable(rule: Rule) -> Callable[..., Any]:
         stock_only, run = (_untraceable, function.apply) if compiling else (_unservable, apply)
         if not wanted or stock_only(rule, args, options):
             return primal(*args, **options)
+        plan = plans[wanted]
         if compiling:
+            if overwrites and options.get("inplace"):
+                if "y" in plan.saves:
+                    return primal(*args, **options)  # which keeps what it writes
+                return args[0].copy_(layer(*args, **{**options, "inplace": False}))
             options = {name: _settled(option) for name, option in options.items()}
         elif not _PLAIN.issuperset(map(type, options.values())):
             given, options = options, {name: _plain(option) for name, option in options.items()}
             if not _PLAIN.issuperset(map(type, options.values())):
                 return primal(*args, **given)  # which says what it is not
-        plan = plans[wanted]
         if plan.is_stock and not (unless is not None and unless(**options)):
             y = primal(*args, **options)
             if _observers:
@@ -454,8 +458,7 @@ def _untraceable(rule: Rule, args: tuple[Any, ...], options: Mapping[str, Any]) 
     for arg in args:
         if isinstance(arg, Tensor) and (type(arg) not in OF_TORCH or is_special(arg)):
             return True
-    inplace = rule.row.inplace and options.get("inplace")
-    if is_exported() or inplace:
+    if is_exported():
         return True
     return rule.covers is not None and not rule.covers(*args)
 

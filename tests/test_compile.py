@@ -89,6 +89,49 @@ def test_outputs_may_be_overwritten(row: Layer) -> None:
     same(outcome(doubled, [*inputs(row).values()]), expected)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize(
+    "row",
+    [row for row in helpers.compiled_rows(TABLE.values()) if row.inplace],
+    ids=lambda row: row.name,
+)
+def test_in_place(row: Layer) -> None:
+    """A part of what the program makes, and what is passed to it: who reads that later sees the
+    output, of which bits are kept.
+    """
+    chosen, args = options(row), [*inputs(row).values()]
+    weight = torch.eye(args[0].shape[-1]).double()  # (a product is not computed again)
+
+    def within(layer: Callable, x: Tensor) -> Tensor:
+        x = x @ weight
+        y = layer(x[..., 1:], **{**chosen, "inplace": True})
+        return torch.cat([x * 2, y], -1)
+
+    def expected(x: Tensor) -> Tensor:
+        x = x @ weight
+        y = stock(row)(x[..., 1:], **chosen)
+        return torch.cat([x[..., :1] * 2, y * 2, y], -1)
+
+    call, stock_call = (compiled(partial(within, layer(row))) for layer in (ours, stock))
+    same(outcome(call, args), outcome(expected, args))
+    sizes = [helpers.kept(partial(f, *args), args) for f in (call, stock_call)]
+    assert sizes[0] < sizes[1] if row.extras else sizes[0] == sizes[1]
+
+    run = compiled(partial(ours(row), **{**chosen, "inplace": True}))
+
+    def passed(x: Tensor) -> Tensor:
+        x = x @ weight
+        return torch.cat([run(x), x], -1)
+
+    def twice(x: Tensor) -> Tensor:
+        y = stock(row)(x @ weight, **chosen)
+        return torch.cat([y, y], -1)
+
+    same(outcome(passed, args), outcome(twice, args))
+    with pytest.raises(RuntimeError, match="a leaf Variable that requires grad"):
+        run(args[0].detach().requires_grad_())
+
+
 @pytest.mark.parametrize("row", helpers.compiled_rows(TABLE.values()), ids=lambda row: row.name)
 def test_two_in_one_graph_of_any_sizes(row: Layer) -> None:
     helpers.check_two_in_one_graph(row)
