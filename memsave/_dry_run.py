@@ -102,18 +102,15 @@ def _left_as_it_was(model: nn.Module) -> Iterator[None]:
     """Undo in the end what a forward has set in its modules (a cache, a counter), which may be fake
     tensors, or has drawn.
     """
-    modules, containers = _reached(model)
+    modules, containers, values = _reached(model)
     classes = [type(module) for module, _ in modules]
-    values: list[Any] = []
-    for _, content in (*modules, *containers):
-        values += content.values() if isinstance(content, dict) else content
     with_stand_ins = {*model.parameters(), *model.buffers()}
     plain = _versions(values, with_stand_ins)
     hidden = {buffer for module, _ in modules for buffer in module.buffers()} - with_stand_ins
-    numpy = sys.modules.get("numpy.random")
+    numpy = sys.modules.get("numpy")
     restore = [partial(random.setstate, random.getstate()), *_states(values, numpy)]
     if numpy:
-        restore.append(partial(numpy.set_state, numpy.get_state()))
+        restore.append(partial(numpy.random.set_state, numpy.random.get_state()))
     try:
         yield
     finally:
@@ -139,24 +136,27 @@ def _left_as_it_was(model: nn.Module) -> Iterator[None]:
 _CONTAINERS = {list, dict, set, OrderedDict, defaultdict, Counter, deque}
 
 
-def _reached(model: nn.Module) -> tuple[list[tuple[nn.Module, dict[str, Any]]], list[Any]]:
-    """All modules, also those that are attributes or in lists without being registered, with copies
-    of their attributes; and all lists, dictionaries and sets in those, with copies.
+def _reached(
+    model: nn.Module,
+) -> tuple[list[tuple[nn.Module, dict[str, Any]]], list[tuple[Any, Any]], list[Any]]:
+    """All modules, also those that are attributes or in containers without being registered, with
+    copies of their attributes; all lists, dictionaries and sets in those, with copies; and all that
+    is in any of them, or in tuples.
     """
     modules: list[Any] = []
     containers: list[Any] = []
+    values: list[Any] = [*model.modules()]
     seen: set[int] = set()
-    todo: list[Any] = [*model.modules()]
-    while todo:
-        value = todo.pop()
-        is_module = isinstance(value, nn.Module)
-        if id(value) in seen or not (is_module or type(value) in _CONTAINERS):
+    for value in values:  # which grow
+        is_module, is_tuple = isinstance(value, nn.Module), isinstance(value, tuple)
+        if id(value) in seen or not (is_module or is_tuple or type(value) in _CONTAINERS):
             continue
         seen.add(id(value))
-        content = dict(vars(value)) if is_module else copy.copy(value)
-        (modules if is_module else containers).append((value, content))
-        todo += content.values() if isinstance(content, dict) else content
-    return modules, containers
+        content = dict(vars(value)) if is_module else value if is_tuple else copy.copy(value)
+        if not is_tuple:
+            (modules if is_module else containers).append((value, content))
+        values += content.values() if isinstance(content, dict) else content
+    return modules, containers, values
 
 
 def _versions(values: list[Any], others: set[Tensor]) -> list[tuple[Tensor, int, Tensor]]:
@@ -166,14 +166,18 @@ def _versions(values: list[Any], others: set[Tensor]) -> list[tuple[Tensor, int,
 
 
 def _states(values: list[Any], numpy: Any) -> Iterator[Callable[[], Any]]:
-    """What puts random generators back to where they are now."""
-    for value in values:
+    """What puts random generators, and arrays of NumPy, back to where they are now."""
+    for value in {id(value): value for value in values}.values():
         if isinstance(value, torch.Generator):
             yield partial(value.set_state, value.get_state())
         elif type(value) is random.Random:
             yield partial(value.setstate, value.getstate())
-        elif numpy and isinstance(value, numpy.Generator):
+        elif numpy and isinstance(value, numpy.random.Generator):
             yield partial(setattr, value.bit_generator, "state", value.bit_generator.state)
+        elif numpy and isinstance(value, numpy.random.RandomState):
+            yield partial(value.set_state, value.get_state())
+        elif numpy and type(value) is numpy.ndarray and value.flags.writeable:
+            yield partial(numpy.copyto, value, value.copy())
 
 
 def _forget(fake: FakeTensorMode) -> None:

@@ -519,6 +519,8 @@ class Remembers(nn.Module):
         self.seen = collections.defaultdict(list)
         self.count = collections.Counter(calls=1)
         self.random, self.generator = random.Random(0), np.random.default_rng(0)
+        self.more = {"numpy": (np.random.RandomState(0), np.zeros(2))}
+        self.state = torch.zeros(2), [0]
         self.hidden = [nn.BatchNorm1d(4), nn.Linear(4, 4)]
         self.__dict__["teacher"] = nn.BatchNorm1d(4)
         self.needs_values = needs_values
@@ -529,6 +531,10 @@ class Remembers(nn.Module):
         self.last.append(y.detach())
         self.seen["y"].append(y.detach())
         self.count["calls"] += 1
+        generator, array = self.more["numpy"]
+        array += generator.rand()
+        self.state[0].add_(1)
+        self.state[1].append(y.detach())
         if self.needs_values and y.sum().item() > 1e9:
             return y
         return y * self.random.random() * self.generator.random()
@@ -537,8 +543,8 @@ class Remembers(nn.Module):
 @pytest.mark.parametrize("needs_values", [False, True])
 @pytest.mark.parametrize("half", [False, True])
 def test_what_a_forward_remembers(needs_values: bool, half: bool) -> None:
-    """In containers of every kind, modules that are not registered, its own generators, functions
-    that are cached, and the weights that autocast keeps.
+    """In containers of every kind, modules that are not registered, its own generators, arrays of
+    NumPy, functions that are cached, and the weights that autocast keeps.
     """
     torch.manual_seed(0)
     ones = functools.cache(torch.ones)
@@ -551,8 +557,10 @@ def test_what_a_forward_remembers(needs_values: bool, half: bool) -> None:
         memsave.report(model, x, fake=not needs_values)
         assert type(ones(4)) is torch.Tensor
         assert [*model.last] == [0, 1]
-        assert (model.seen, model.count["calls"]) == ({}, 1)
+        assert (model.seen, model.count["calls"], model.state[1]) == ({}, 1, [0])
+        same([model.state[0], *model.more["numpy"][1]], [torch.zeros(2), 0.0, 0.0])
         same(model(x), plain(x))
+        same(model.more["numpy"][1], plain.more["numpy"][1])
     for of_plain, of_model in ((plain.hidden[0], model.hidden[0]), (plain.teacher, model.teacher)):
         same([*of_model.buffers()], [*of_plain.buffers()])
 
