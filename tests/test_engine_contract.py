@@ -375,6 +375,53 @@ def test_modes_see_the_functions_of_a_padded_convolution(mode) -> None:
     assert actual[1] == expected[1]
 
 
+@pytest.mark.parametrize("padding_mode", ["reflect", "replicate", "circular"])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_checkpoint_of_a_padded_convolution_in_another_mode(padding_mode: str, where: str) -> None:
+    results, modes = [], {"forward": contextlib.nullcontext, "backward": contextlib.nullcontext}
+    modes[where] = Names
+    for cls in (nn.Conv2d, memsave.nn.Conv2d):
+        layer = helpers.build(cls, padding=1, padding_mode=padding_mode)
+        x = helpers.module_input(nn.Conv2d)
+        with modes["forward"]():
+            y = checkpoint(layer, x, use_reentrant=False)
+        with modes["backward"]():
+            y.backward(helpers.cotangent(y))
+        results.append([y, x.grad, layer.weight.grad])
+    same(*results)
+
+
+class Counts(nn.Module):
+    """A weight that is another each time that it is asked for, as of spectral norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, weight: Tensor) -> Tensor:
+        self.calls += 1
+        return weight * self.calls
+
+
+def test_modes_and_a_weight_that_is_computed_anew_each_time() -> None:
+    results = []
+    for cls in (nn.Conv2d, memsave.nn.Conv2d):
+        layer = helpers.build(cls)
+        nn.utils.parametrize.register_parametrization(layer, "weight", Counts())
+        results.append(within(Names(), layer, helpers.module_input(nn.Conv2d))[0])
+    same(*results)
+
+
+def test_modes_and_a_norm_that_counts_nothing() -> None:
+    """Where what is there must not be overwritten, as in ``torch.func``."""
+    x, results = helpers.module_input(nn.BatchNorm2d).detach(), []
+    for cls in (nn.BatchNorm2d, memsave.nn.BatchNorm2d):
+        layer = helpers.build(cls).eval()
+        with Names():
+            results.append(torch.func.grad(lambda x, layer=layer: layer(x).sum())(x))
+    same(*results)
+
+
 def test_a_mode_that_only_looks_changes_nothing_of_what_is_kept() -> None:
     model, x = memsave.convert(helpers.ConvNet().double()), helpers.image()
     held = [*model.parameters(), *model.buffers(), x]

@@ -11,15 +11,19 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import wraps
 from types import FunctionType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch._C import _len_torch_function_stack
+from torch._C._autograd import _top_saved_tensors_default_hooks
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils.parametrize import is_parametrized
 from torch.overrides import (
     TorchFunctionMode,
     _get_current_function_mode_stack,
@@ -134,8 +138,15 @@ class _Answering(TorchFunctionMode):
             return func(*args, **kwargs)
         if self.functions[func]:
             return self.run()
-        self.input = func(*args, **kwargs)
+        # A checkpoint that runs again outside of the mode must not miss what this would keep.
+        is_hooked = _top_saved_tensors_default_hooks(False) is not None
+        with saved_tensors_hooks(_same, _same) if is_hooked else nullcontext():
+            self.input = func(*args, **kwargs)
         return self.input
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def shown(stock: Class, own: Function) -> Function:
@@ -151,9 +162,12 @@ def shown(stock: Class, own: Function) -> Function:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not others():
             return own(self, *args, **kwargs)
+        if is_parametrized(self):  # whose weight may be another each time that it is asked for
+            return stock.forward(self, *args, **kwargs)
 
+        is_counted = isinstance(self, _BatchNorm) and self.training
         with stack([]):
-            count = getattr(self, "num_batches_tracked", None)
+            count = self.num_batches_tracked if is_counted else None
             before = None if count is None else count.clone()
 
         def run() -> Any:
