@@ -70,6 +70,15 @@ def _is_foreign(arg: Any) -> bool:
     )
 
 
+def is_plain(arg: Any) -> bool:
+    """Whether it is a tensor that may be asked for what it is: of a class that gives that no other
+    meaning. (Of all, ``torch.compile`` knows.)
+    """
+    if type(arg) in OF_TORCH:
+        return True
+    return isinstance(arg, Tensor) and (is_dynamo_compiling() or not _is_foreign(arg))
+
+
 def has_tangent(arg: Any) -> bool:
     """Whether forward-mode AD, which is on, differentiates by it."""
     return isinstance(arg, Tensor) and forward_ad.unpack_dual(arg).tangent is not None

@@ -449,6 +449,31 @@ def test_per_sample_gradients_by_expanded_weights() -> None:
         same(gradients[1], gradients[0])
 
 
+class Shows(Tensor):
+    """Lists the functions that run on it, as of a class that knows but some."""
+
+    names: list[str]
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        cls.names.append(func.__name__)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+@helpers.every_class
+def test_classes_of_tensors_see_the_functions_of_stock(cls: type[nn.Module]) -> None:
+    x = helpers.module_input(cls).detach().as_subclass(Shows)
+    for layers in helpers.in_pairs(cls):
+        names, results = [], []
+        for layer in layers:
+            helpers.seed(2)
+            Shows.names = []
+            results.append(layer(x))
+            names.append(Shows.names)
+        assert names[1] == names[0]
+        same(results[1], results[0])
+
+
 @every_row
 def test_selective_checkpoint(row: Layer) -> None:
     """That saves what every op returns, which none may overwrite then."""

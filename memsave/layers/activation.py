@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from .. import kernels, spec
-from .._context import is_final, is_plain_gradient, lowered
+from .._context import is_final, is_plain, is_plain_gradient, lowered
 from ..function import WEIGHT, Grads, Mask, Saved, Shapes, by_attributes, define, for_stock
 from ..kernels.memory import has_memory
 from ..kernels.reference import Like
@@ -286,7 +286,7 @@ def prelu(input: Tensor, weight: Tensor) -> Tensor:
         input: ``(n, c, *)``. With fewer axes, for a single weight, it is stock.
         weight: ``(1,)`` or ``(c,)``.
     """
-    if not isinstance(input, Tensor) or input.ndim < 2:
+    if not is_plain(input) or input.ndim < 2:
         return F.prelu(input, weight)
     wants_weight = getattr(weight, "requires_grad", False)  # (what is no tensor is stock's error)
     return (_prelu_from_input if wants_weight else _prelu)(input, weight)

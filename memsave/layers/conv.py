@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from .. import kernels, spec
-from .._context import OF_TORCH, amp_enabled, is_exported, lowered
+from .._context import OF_TORCH, amp_enabled, is_exported, is_plain, lowered
 from ..function import WEIGHT, Grads, Mask, Saved, Shapes, by_node, define, for_stock
 from ..kernels.reference import Like
 from .modes import is_replaced, others
@@ -465,7 +465,7 @@ def _conv_forward(self: Any, input: Tensor, weight: Tensor, bias: Tensor | None)
     dims = self._dims
     if (
         weight is None
-        or not isinstance(input, Tensor)
+        or not is_plain(input)
         or not _has_axes(self, dims)
         or others()
         or is_replaced(_STOCK[dims])

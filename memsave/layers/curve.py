@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import kernels, spec
-from .._context import is_final
+from .._context import is_final, is_plain
 from ..function import Grads, Mask, Saved, Shapes, define
 from ..spec import Layer
 from .module import as_stock, drop_in
@@ -192,7 +192,7 @@ def _has_digits(x: Any) -> bool:
     """Whether its dtype has digits enough for a slope that is the output and a constant, which
     cancel near zero. (Of what is no tensor it has not: a proxy of torch.fx, or an error.)
     """
-    return isinstance(x, Tensor) and x.itemsize >= 4
+    return is_plain(x) and x.itemsize >= 4
 
 
 @drop_in(spec.ELU_FROM_OUTPUT)
@@ -235,7 +235,7 @@ def _tells_branch(x: Any, threshold: float) -> bool:
     """Whether the output of softplus does: exp(-threshold) is below eps. (Of float16, what is small
     has too few digits.)
     """
-    if not isinstance(x, Tensor) or x.dtype is torch.float16 or not x.is_floating_point():
+    if not is_plain(x) or x.dtype is torch.float16 or not x.is_floating_point():
         return False
     return threshold >= -math.log(torch.finfo(x.dtype).eps)
 

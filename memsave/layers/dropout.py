@@ -15,7 +15,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .. import kernels, spec
-from .._context import is_plain_gradient, is_recorded, outside_of_vmap
+from .._context import is_plain, is_plain_gradient, is_recorded, outside_of_vmap
 from ..function import Grads, Mask, Saved, Shapes, by_attributes, define
 from ..kernels.memory import empty_result
 from ..kernels.reference import Like
@@ -247,7 +247,7 @@ _feature_dropout = define(
 
 def _has_elements(input: Any) -> bool:
     """Of others, stock says what they are, or returns them."""
-    return isinstance(input, Tensor) and (is_dynamo_compiling() or input.numel() != 0)
+    return is_plain(input) and (is_dynamo_compiling() or input.numel() != 0)
 
 
 def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:

@@ -11,7 +11,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from .. import kernels
-from .._context import is_value_known
+from .._context import is_plain, is_value_known
 
 #: How many times larger than the weight the bias may be: xhat loses as many bits as this has.
 LARGEST_RATIO = 16
@@ -32,7 +32,7 @@ def is_invertible(input: Tensor, weight: Tensor | None, bias: Tensor | None) -> 
     """
     if is_dynamo_compiling():
         return False  # There are no values to look at.
-    least = LEAST_WEIGHT.get(input.dtype)
+    least = LEAST_WEIGHT.get(input.dtype) if is_plain(input) else None
     if least is None or not torch.is_grad_enabled():
         return False
     if kernels.nodes is not None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import _reduction
 
 from .. import kernels, spec
-from .._context import is_plain_gradient
+from .._context import is_plain, is_plain_gradient
 from ..function import Grads, Mask, Saved, Shapes, define
 from .module import drop_in
 
@@ -183,7 +183,7 @@ def cross_entropy(
         layer = _cross_entropy_of_probabilities if target.is_floating_point() else _cross_entropy
     if not label_smoothing > 0:
         label_smoothing = 0.0  # as stock takes what is negative
-    one = layer is not _primal and isinstance(input, Tensor) and input.ndim == 1
+    one = layer is not _primal and is_plain(input) and input.ndim == 1
     one = one and (target.ndim == 0 or target.is_floating_point())
     loss = layer(
         input[None] if one else input,

@@ -167,7 +167,7 @@ def shown(stock: Class, own: Function) -> Function:
 
         is_counted = isinstance(self, _BatchNorm) and self.training
         with stack([]):
-            count = self.num_batches_tracked if is_counted else None
+            count: Any = self.num_batches_tracked if is_counted else None
             before = None if count is None else count.clone()
 
         def run() -> Any:

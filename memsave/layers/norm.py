@@ -15,7 +15,7 @@ from torch._C import _len_torch_function_stack
 from torch.compiler import is_dynamo_compiling
 
 from .. import kernels, spec
-from .._context import is_exported, is_traced, widened
+from .._context import is_exported, is_plain, is_traced, widened
 from ..function import INPUT, WEIGHT, Grads, Mask, Saved, Shapes, by_node, define, for_stock
 from ..kernels.reference import Like
 from .batch_norm import weight_or_ones
@@ -191,6 +191,8 @@ def _over_last(
     at_a_look = None if is_dynamo_compiling() else kernels.nodes
     if at_a_look is not None and at_a_look.is_over_last(input, normalized_shape, *params):
         return input, *params
+    if not is_plain(input):
+        return None
     shape = tuple(normalized_shape)
     dims = len(shape)
     if is_traced(input) or is_exported() or input.is_nested:
@@ -304,9 +306,14 @@ class RMSNorm(nn.RMSNorm):
             return y
         own = for_stock(self, INPUT | WEIGHT, x, casts=True, has_bias=False)
         weight = self.weight if own is None else own[0]
-        is_cuda = isinstance(x, Tensor) and x.is_cuda  # (what is no tensor is stock's error)
         # On CUDA, stock's kernel keeps the same.
-        if own is not None and is_cuda and x.is_contiguous() and _is_fused(x, weight):
+        if (
+            own is not None
+            and x is not None
+            and x.is_cuda
+            and x.is_contiguous()
+            and _is_fused(x, weight)
+        ):
             stock = F.rms_norm if _len_torch_function_stack() else torch.rms_norm
             return stock(x, self.normalized_shape, weight, self.eps)
         return rms_norm(x, self.normalized_shape, weight, self.eps)
