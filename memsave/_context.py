@@ -16,7 +16,7 @@ from torch._C import (
     _is_tracing,
     _TorchDispatchModeKey,
 )
-from torch._C._autograd import CreationMeta, _get_creation_meta
+from torch._C._autograd import CreationMeta, _get_creation_meta, _top_saved_tensors_default_hooks
 from torch._C._functorch import (
     TransformType,
     get_interpreter_stack,
@@ -117,6 +117,18 @@ def is_recorded() -> bool:
     if is_dynamo_compiling():
         return False
     return _get_dispatch_mode(_TorchDispatchModeKey.PROXY) is not None
+
+
+def checkpoint_hook() -> str:
+    """What takes the tensors that are kept, if that is ``torch.utils.checkpoint``:
+    ``_checkpoint_hook...``, and ``_recomputation_hook...`` when it runs again.
+    """
+    if is_compiling():
+        return ""  # runs again in the same graph
+    hooks = _top_saved_tensors_default_hooks(False)
+    if hooks is None or getattr(hooks[0], "__module__", None) != "torch.utils.checkpoint":
+        return ""
+    return hooks[0].__qualname__
 
 
 def is_value_known(*args: Any) -> bool:

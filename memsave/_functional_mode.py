@@ -13,10 +13,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from . import functional
+from ._context import checkpoint_hook
 from .layers.modes import beneath, others, stack
 
 Function = Callable[..., Any]
@@ -91,7 +91,7 @@ class functional_mode(TorchFunctionMode, ContextDecorator):
         # (In here torch has taken the mode away, so that memsave can call torch's functions.)
         kwargs = kwargs or {}
         is_given = "out" in kwargs  # where to write, of which no gradient can be
-        if func in STAND_INS and types in PLAIN and not is_given and not _checkpointed():
+        if func in STAND_INS and types in PLAIN and not is_given and not checkpoint_hook():
             if others():  # which have been on before, and see torch's functions
                 with beneath(self):
                     return func(*args, **kwargs)
@@ -106,11 +106,3 @@ def outside() -> Iterator[bool]:
     left = [mode for mode in modes if not isinstance(mode, functional_mode)]
     with stack(left):
         yield len(left) < len(modes)
-
-
-def _checkpointed() -> bool:
-    """Whether this runs in a checkpoint, which will run again, perhaps outside of the mode."""
-    if torch.compiler.is_compiling():
-        return False  # runs again in the same graph
-    hooks = _top_saved_tensors_default_hooks(False)
-    return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"

@@ -466,6 +466,29 @@ def test_copies_and_checkpointing() -> None:
     same(gradients(net.train()), expected)
 
 
+@pytest.mark.parametrize("where", ["forward", "backward", "both"])
+def test_checkpoints_that_somebody_watches(where: str) -> None:
+    """As a counter of operations does: what runs again keeps what it kept the first time."""
+    net = memsave.convert(model("llama"))
+    expected = gradients(net)
+    getattr(net, "activation_checkpointing_enable", net.gradient_checkpointing_enable)()
+    net.train().zero_grad()
+    seen: list[nn.Module] = []
+
+    def watched(name: str, run: Callable[[], Any]) -> Any:
+        hook = register_module_forward_hook(lambda module, *_: seen.append(module))
+        if where not in (name, "both"):
+            hook.remove()
+        result = run()
+        hook.remove()
+        return result
+
+    value = watched("forward", lambda: loss(net))
+    watched("backward", value.backward)
+    same([value, *(p.grad for p in net.parameters())], expected)
+    assert (net.model.layers[0].mlp.act_fn in seen) == (where != "backward")
+
+
 def test_saves_and_loads(tmp_path) -> None:
     net = memsave.convert(model("llama"))
     net.save_pretrained(tmp_path)

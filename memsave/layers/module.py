@@ -18,6 +18,7 @@ from torch.nn.modules.module import (
 )
 
 from .. import extensions
+from .._context import checkpoint_hook
 from ..spec import Layer
 from .modes import FUNCTIONS, is_replaced, others, shown
 
@@ -186,10 +187,25 @@ def has_own_forward(stock: Class) -> bool:
 OF_RECORDERS: set[int] = set()
 
 
+#: What was found of modules in checkpoints.
+_hooked: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
+
+
 def is_hooked(module: nn.Module) -> bool:
     """Whether somebody sees a call of it: by hooks, its own or those of all modules, or by what is
-    put in the place of its forward, that of its class, or the call of modules.
+    put in the place of its forward, that of its class, or the call of modules. What a checkpoint
+    runs again, whether somebody saw it the first time.
     """
+    checkpoint = checkpoint_hook()
+    if checkpoint.startswith("_recomputation_hook") and module in _hooked:
+        return _hooked[module]
+    found = _is_hooked(module)
+    if checkpoint:
+        _hooked[module] = found
+    return found
+
+
+def _is_hooked(module: nn.Module) -> bool:
     stock = STOCK.get(type(module), type(module))
     if stock.__call__ is not _CALL or not has_own_forward(stock):
         return True
