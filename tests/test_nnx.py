@@ -1156,6 +1156,24 @@ def test_lists_and_numbers(layer, x) -> None:
     np.testing.assert_allclose(actual, expected, rtol=1e-6)
 
 
+def test_a_negative_epsilon() -> None:
+    """Stock takes it, of variances that are larger."""
+    x, gradients = jnp.arange(12.0).reshape(3, 4), []
+    for lib in (nnx, mnnx):
+        layer = lib.LayerNorm(4, epsilon=-1e-3, rngs=nnx.Rngs(0))
+        gradients.append(jax.grad(lambda x, layer=layer: (layer(x) ** 3).sum())(x))
+    close(*gradients)
+
+
+@pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm"])
+def test_an_array_of_numpy_that_is_too_long(name: str) -> None:
+    for lib in (nnx, mnnx):
+        layer = getattr(lib, name)(4, rngs=nnx.Rngs(0))
+        layer.scale = nnx.Param(np.ones(4, np.float32))
+        with pytest.raises(TypeError, match="cannot reshape"):
+            layer(jnp.ones((2, 3)))
+
+
 class Pair(tuple):
     """Cannot be made of what it iterates over."""
 

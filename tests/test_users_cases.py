@@ -655,6 +655,16 @@ def test_dilation_as_a_number_with_padding_to_the_same_size() -> None:
     same(helpers.step(memsave.convert(conv), x), expected)
 
 
+@pytest.mark.parametrize("mode", ["zeros", "reflect", "circular"])
+def test_dilation_of_too_many_axes_with_padding_to_the_same_size(mode: str) -> None:
+    """Raised another error than stock."""
+    conv = nn.Conv1d(2, 3, 3, padding="same", padding_mode=mode)
+    conv.dilation = (1, 2)
+    for layer in (conv, memsave.convert(copy.deepcopy(conv))):
+        with pytest.raises(RuntimeError, match="dilation"):
+            layer(torch.randn(2, 2, 9))
+
+
 @either
 @pytest.mark.parametrize("format", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("kernel", [2, (2, 3), (3, 4), 4])

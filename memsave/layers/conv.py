@@ -45,6 +45,8 @@ def _padding(
     dims = len(kernel)
     if padding == "same":
         apart = per_axis(dilation, dims)
+        if len(apart) != dims:
+            return [], [0] * dims  # (The convolution refuses it.)
         totals = [d * (k - 1) for d, k in zip(apart, kernel, strict=True)]
         both = [(total // 2, total - total // 2) for total in totals]
     else:

@@ -140,9 +140,10 @@ def wide(array: Array) -> Array:
 
 def is_clipped(rstd: Array, eps: float) -> Array:
     """Where the fast variance, a difference, came out negative: it is 0 then, and so is what passes
-    through it. ``rstd`` tells, with no bit more kept. (So do variances that it cannot tell from 0.)
+    through it. ``rstd`` tells, with no bit more kept. (So do variances that it cannot tell from 0.
+    There third derivatives are not stock's, which are not those of the function either.)
     """
-    return rstd * math.sqrt(eps) >= 1 - 4 * jnp.finfo(rstd.dtype).eps
+    return rstd * math.sqrt(max(eps, 0)) >= 1 - 4 * jnp.finfo(rstd.dtype).eps
 
 
 def _bwd_eval(

@@ -48,7 +48,7 @@ class View(NamedTuple):
     def parameter(self, vector: Array) -> Array:
         """To the shape that broadcasts."""
         first = len(self.shape) - self.features
-        return vector.reshape(*[1] * first, *self.shape[first:])
+        return jnp.asarray(vector).reshape(*[1] * first, *self.shape[first:])
 
     @property
     def spatial(self) -> list[int]:
