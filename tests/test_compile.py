@@ -13,6 +13,8 @@ import torch.utils.checkpoint
 from helpers import every_row, inputs, options, ours, outcome, same, stock
 from torch import Tensor, nn
 from torch._dynamo import compiled_autograd
+from torch._inductor.exc import InductorError
+from torch._inductor.graph import GraphLowering
 
 import memsave
 from memsave import function
@@ -241,6 +243,19 @@ def test_dynamic_shapes() -> None:
             with torch.compiler.set_stance("fail_on_recompile" if n > 2 else "default"):
                 actual = helpers.step(run, x, model=model)
             same(actual, helpers.step(stock_model, x), rtol=1e-4, atol=1e-4)
+
+
+def test_inductor_lowers_bits_of_dynamic_shapes(monkeypatch) -> None:
+    """It could not tell the order of their strides."""
+
+    def codegen(self: GraphLowering) -> None:
+        raise NotImplementedError("of what is lowered")  # which would take most of the time
+
+    monkeypatch.setattr(GraphLowering, "codegen", codegen)
+    layers = nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3)
+    model = memsave.convert(nn.Sequential(*layers).requires_grad_(False))
+    with pytest.raises(InductorError, match="of what is lowered"):
+        compiled(model, "inductor", dynamic=True)(torch.randn(2, 8, 7, 7, requires_grad=True))
 
 
 @pytest.mark.parametrize("half", [torch.bfloat16, torch.float16], ids=str)

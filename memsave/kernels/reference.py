@@ -241,7 +241,7 @@ def unpool(g: Tensor, offsets: Tensor, windows: Windows, like: Like) -> Tensor |
 
 def pack(mask: Tensor, like: Like) -> Tensor:
     """Pack booleans, shape ``like.shape``, to uint8, shape ``(ceil(numel / 8),)``. (Compiled, in
-    another order, with more axes.)
+    another order, with two axes or more.)
 
     Overwrites ``mask``, which the caller has just made.
     """
@@ -280,7 +280,7 @@ def bernoulli(
 def unpack(bits: Tensor, like: Like, on: float, dtype: torch.dtype, off: float = 0) -> Tensor:
     """A fresh tensor of ``like``'s shape and layout: ``on`` where a bit is set, else ``off``."""
     if bits.ndim > 1:
-        return _unpack_traced(bits[0], like, on, dtype, off)
+        return _unpack_traced(bits, like, on, dtype, off)
     # A table made of fake tensors, under functorch or for a CUDA graph must not outlive its mode.
     lasts = type(bits) is Tensor and not torch.compiler.is_compiling()
     lasts = lasts and not _are_functorch_transforms_active()
@@ -339,11 +339,16 @@ def _pack_traced(mask: Tensor, like: Like) -> Tensor:
     bits = eighths[0].int()
     for k in range(1, 8):
         bits = bits | (eighths[k].int() << k)
-    return bits.to(torch.uint8)[None]
+    bits = bits.to(torch.uint8)
+    # (Which tells it from what is not traced. Of a view inductor would make a copy, and could not
+    # tell the order of its strides where sizes are dynamic.)
+    return bits if bits.ndim > 1 else bits[None]
 
 
 def _unpack_traced(bits: Tensor, like: Like, on: float, dtype: torch.dtype, off: float) -> Tensor:
     axis = _outermost(like)
+    if axis is None or len(like.shape) == 1:
+        bits = bits[0]
     places = 1 << torch.arange(8, dtype=torch.int32, device=bits.device)
     at = 0 if axis is None else axis
     places = places.view(8, *[1 for _ in range(bits.ndim - at)])
