@@ -665,6 +665,14 @@ def test_dilation_of_too_many_axes_with_padding_to_the_same_size(mode: str) -> N
             layer(torch.randn(2, 2, 9))
 
 
+def test_padding_by_name_of_a_transposed_convolution() -> None:
+    conv = nn.ConvTranspose2d(2, 3, 3)
+    conv.padding = "same"
+    for layer in (conv, memsave.convert(copy.deepcopy(conv))):
+        with pytest.raises(AssertionError):
+            layer(torch.randn(2, 2, 9, 9))
+
+
 @either
 @pytest.mark.parametrize("format", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("kernel", [2, (2, 3), (3, 4), 4])

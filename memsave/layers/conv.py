@@ -534,7 +534,7 @@ _ROWS = {Conv1d: spec.CONV1D, Conv2d: spec.CONV2D, Conv3d: spec.CONV3D}
 
 def _forward_transpose(self: Any, input: Tensor, output_size: list[int] | None = None) -> Tensor:
     dims = self._dims
-    if not _has_axes(self, dims):
+    if not _has_axes(self, dims) or not isinstance(self.padding, tuple):
         return _STOCK_TRANSPOSE[dims].forward(self, input, output_size)  # type: ignore[no-any-return]
     geometry = (self.stride, self.padding, self.kernel_size, dims, self.dilation)
     output_padding = self._output_padding(input, output_size, *geometry)
