@@ -526,10 +526,11 @@ def for_stock(
 
     It may if no gradient is wanted, or one of those with which the stock op keeps no bytes beyond
     those of the row: what the row says, and parameters and buffers, which live anyway. It spares
-    the time of the engine. (But not while somebody observes what layers keep, or traces; nor with
-    tensors of other classes, and of what is no parameter, or is computed, or lies elsewhere than
-    the module's attributes are found first. Whether a mode is on makes no difference: a checkpoint
-    may run the layer once with and once without.)
+    the time of the engine, and ``torch.compile`` that of tracing it. (But not while somebody
+    observes what layers keep, or others trace; nor with tensors of other classes, and of what is no
+    parameter, or is computed, or lies elsewhere than the module's attributes are found first.
+    Whether a mode is on makes no difference: a checkpoint may run the layer once with and once
+    without.)
 
     Args:
         wanted: Which gradients, the sum of some of :data:`INPUT`, :data:`WEIGHT`, :data:`BIAS`.
@@ -537,7 +538,7 @@ def for_stock(
         has_bias: Whether there is one; otherwise it is ``None``.
     """
     if is_dynamo_compiling():
-        # Which takes much longer to trace a rule than the stock op, and knows all of a module.
+        # (Which looks attributes up while it traces, at no price for the call.)
         if casts and isinstance(input, Tensor) and amp_enabled(input.device.type):
             return None
         weight: Any = module.weight

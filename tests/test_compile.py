@@ -189,7 +189,7 @@ TRACED: dict[Callable[[], nn.Module], int] = {
 
 @pytest.mark.parametrize("layer", TRACED, ids=lambda layer: type(layer()).__name__)
 def test_functions_are_traced_only_where_they_save(layer: Callable[[], nn.Module]) -> None:
-    """They take the compiler some ten times as long as the stock op."""
+    """They take the compiler much longer than the stock op."""
     traced = []
 
     def backend(graph: torch.fx.GraphModule, _: object) -> Callable:

@@ -306,14 +306,9 @@ class RMSNorm(nn.RMSNorm):
             return y
         own = for_stock(self, INPUT | WEIGHT, x, casts=True, has_bias=False)
         weight = self.weight if own is None else own[0]
+        is_cuda = own is not None and x is not None and x.is_cuda  # (None is stock's error)
         # On CUDA, stock's kernel keeps the same.
-        if (
-            own is not None
-            and x is not None
-            and x.is_cuda
-            and x.is_contiguous()
-            and _is_fused(x, weight)
-        ):
+        if is_cuda and x.is_contiguous() and _is_fused(x, weight):
             stock = F.rms_norm if _len_torch_function_stack() else torch.rms_norm
             return stock(x, self.normalized_shape, weight, self.eps)
         return rms_norm(x, self.normalized_shape, weight, self.eps)
