@@ -28,16 +28,18 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # Kernels of Triton are tested on the CPU. (To be said before triton is imported.)
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
+import functools
 import gc
 import itertools
-import logging
 from collections.abc import Iterator
 
 import jax
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, settings
+from jax._src.interpreters import mlir
 from torch._dynamo import guards
+from torch._inductor import config as inductor
 
 from experiments.torchvision_stub import declare_missing_ops
 from memsave import function
@@ -56,11 +58,13 @@ settings.register_profile("ci", max_examples=12, derandomize=True, database=None
 settings.register_profile("thorough", max_examples=500, **COMMON)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
-# pytest listens to loggers that do not propagate. To this one torch tells all that it compiles, but
-# only where somebody listens, and it took a quarter of the time of those tests.
-logging.getLogger("torch.__trace").propagate = True
-# For a log it times the guards of a program, too, with caches that it has flushed.
+# For a log, torch times the guards of a program, with caches that it has flushed.
 guards.profile_guard_manager = lambda *_: 0.0
+
+# What inductor vectorizes, it computes by headers that take a second to compile.
+inductor.cpp.simdlen = 1
+# A context to write a program in takes as long as the writing.
+mlir.make_ir_context = functools.cache(mlir.make_ir_context)
 
 torch.set_num_threads(1)  # pytest-xdist has a process per core already
 
@@ -71,8 +75,9 @@ _tests = itertools.count(1)
 def forget_compiled_programs() -> Iterator[None]:
     """Now and then: all that the tests compile would take gigabytes."""
     yield
-    if next(_tests) % 50 == 0:
+    if next(_tests) % 100 == 0:
         jax.clear_caches()
+        mlir.make_ir_context.cache_clear()
         set_aside()
 
 

@@ -12,6 +12,7 @@ import pkgutil
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import product
 from types import ModuleType
 from typing import Any
@@ -26,6 +27,8 @@ INTEGERS = ("int64", "int32")
 LAYOUTS = ("contiguous", "channels_last", "sliced", "transposed", "strided")
 #: Where functions have kinks, and where they end. (The numbers among the options, too.)
 SPECIAL = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, 0.5, -0.5, 1.0, -1.0, 3.0, -3.0, 6.0, 40.0])
+#: How many axes a starred axis is. (The first is what Hypothesis shrinks to.)
+COUNTS = st.sampled_from((1, 2, 0, 3, 4))
 #: The digits of a number, in bits.
 DIGITS = {"float64": 52, "float32": 23, "bfloat16": 7, "float16": 10}
 
@@ -112,9 +115,7 @@ def label(value: Any) -> str:
     return getattr(value, "name", None) or value.__name__
 
 
-@st.composite
 def cases(
-    draw: st.DrawFn,
     row: Layer,
     *,
     wrt: frozenset[str] | None = None,
@@ -123,7 +124,7 @@ def cases(
     empty: bool = True,
     largest: int = 6,
     layouts: tuple[str, ...] = LAYOUTS,
-) -> Case:
+) -> st.SearchStrategy[Case]:
     """Calls of a row. Stock may refuse some: see :func:`accepted`.
 
     Args:
@@ -134,34 +135,46 @@ def cases(
         largest: Largest size of an axis.
         layouts: To draw from.
     """
-    wrt = draw(st.sampled_from(wanted(row))) if wrt is None else wrt
-    options = {name: draw(st.sampled_from(values)) for name, values in row.options.items()}
-    absent = {name for name in row.optional if name not in wrt and draw(st.booleans())}
-    sizes = _sizes(draw, row, options, largest)
-    shapes = {
-        name: None if name in absent else _shape(axes, sizes, options)
-        for name, axes in row.args.items()
-    }
-    dtype = draw(st.sampled_from([d for d in dtypes if fits(row, d)]))
-    # As under mixed precision: parameters in float32.
-    mixed = len(shapes) > 1 and dtype in ("bfloat16", "float16") and _seldom(draw)
+    # (Made once: Hypothesis looks through each strategy that is new to it.)
+    masks = st.sampled_from(wanted(row)) if wrt is None else st.just(wrt)
+    values = {name: st.sampled_from(values) for name, values in row.options.items()}
+    floating = st.sampled_from([dtype for dtype in dtypes if fits(row, dtype)])
+    layouts_of_args = st.sampled_from(layouts)
+    layouts_of_g = st.sampled_from((*layouts, "expanded"))
+    may_be_special = special and selects(row)
     first = next(iter(row.args))
-    if empty and shapes[first] and _seldom(draw):
-        axis = row.args[first].split()[0].lstrip("*")
-        sizes[axis] = (0, *sizes[axis][1:])
-        shapes[first] = _shape(row.args[first], sizes, options)
-    floats = {name: "float32" if mixed and name != first else dtype for name in shapes}
-    return Case(
-        shapes=shapes,
-        dtypes={**floats, **{name: INTEGERS[_seldom(draw)] for name in row.integers}},
-        options=options,
-        wrt=wrt,
-        indices={name: sizes[axis][0] for name, axis in row.integers.items()},
-        layout=draw(st.sampled_from(layouts)),
-        g_layout=draw(st.sampled_from((*layouts, "expanded"))),
-        special=special and selects(row) and draw(st.booleans()),
-        seed=draw(st.integers(0, 1000)),
-    )
+
+    @st.composite
+    def draw_case(draw: st.DrawFn) -> Case:
+        wrt = draw(masks)
+        options = {name: draw(strategy) for name, strategy in values.items()}
+        absent = {name for name in row.optional if name not in wrt and draw(st.booleans())}
+        sizes = _sizes(draw, row, options, largest)
+        shapes = {
+            name: None if name in absent else _shape(axes, sizes, options)
+            for name, axes in row.args.items()
+        }
+        dtype = draw(floating)
+        # As under mixed precision: parameters in float32.
+        mixed = len(shapes) > 1 and dtype in ("bfloat16", "float16") and _seldom(draw)
+        if empty and shapes[first] and _seldom(draw):
+            axis = row.args[first].split()[0].lstrip("*")
+            sizes[axis] = (0, *sizes[axis][1:])
+            shapes[first] = _shape(row.args[first], sizes, options)
+        floats = {name: "float32" if mixed and name != first else dtype for name in shapes}
+        return Case(
+            shapes=shapes,
+            dtypes={**floats, **{name: INTEGERS[_seldom(draw)] for name in row.integers}},
+            options=options,
+            wrt=wrt,
+            indices={name: sizes[axis][0] for name, axis in row.integers.items()},
+            layout=draw(layouts_of_args),
+            g_layout=draw(layouts_of_g),
+            special=may_be_special and draw(st.booleans()),
+            seed=draw(st.integers(0, 1000)),
+        )
+
+    return draw_case()
 
 
 def at_bounds(row: Layer, dtype: str) -> Iterator[Case]:
@@ -181,34 +194,48 @@ def accepted(
     )
 
 
-@st.composite
-def flawed(draw: st.DrawFn, backend: Any, row: Layer) -> Case:
+def flawed(backend: Any, row: Layer) -> st.SearchStrategy[Case]:
     """Calls with one argument of a wrong shape or dtype (or right after all)."""
-    case = draw(cases(row, layouts=backend.layouts))
-    name = draw(st.sampled_from([name for name, shape in case.shapes.items() if shape is not None]))
-    shape = case.shapes[name]
-    assert shape is not None
-    shape = draw(
-        st.sampled_from(
-            [
-                shape,
-                (1, *shape),
-                (2, *shape),
-                (*shape, 2),
-                shape[1:],
-                shape[:-1],
-                tuple(size + 1 for size in shape),
-            ]
+    right = cases(row, layouts=backend.layouts)
+
+    @st.composite
+    def draw_case(draw: st.DrawFn) -> Case:
+        case = draw(right)
+        present = [name for name, shape in case.shapes.items() if shape is not None]
+        name = draw(st.sampled_from(present))
+        shape = case.shapes[name]
+        assert shape is not None
+        shape = draw(
+            st.sampled_from(
+                [
+                    shape,
+                    (1, *shape),
+                    (2, *shape),
+                    (*shape, 2),
+                    shape[1:],
+                    shape[:-1],
+                    tuple(size + 1 for size in shape),
+                ]
+            )
         )
-    )
-    dtype = draw(st.sampled_from([case.dtypes[name], *DTYPES]))
-    case = replace(case, shapes={**case.shapes, name: shape}, dtypes={**case.dtypes, name: dtype})
-    assume(not backend.crashes(case))
-    return case
+        dtype = draw(st.sampled_from([case.dtypes[name], *DTYPES]))
+        case = replace(
+            case, shapes={**case.shapes, name: shape}, dtypes={**case.dtypes, name: dtype}
+        )
+        assume(not backend.crashes(case))
+        return case
+
+    return draw_case()
 
 
 def _seldom(draw: st.DrawFn) -> bool:
     return draw(st.integers(0, 7)) == 7
+
+
+@cache
+def _up_to(largest: int) -> st.SearchStrategy[int]:
+    """The size of an axis: often the largest."""
+    return st.integers(1, largest) | st.just(largest)
 
 
 def _sizes(
@@ -222,12 +249,11 @@ def _sizes(
     for axis, starred in axes.items():
         kernel = axis[0] == "k" and axis[1:] in axes
         if starred:
-            count = draw(st.sampled_from((1, 2, 0, 3, 4)))
-            sizes[axis] = tuple(draw(st.integers(1, 3)) for _ in range(count))
+            sizes[axis] = tuple(draw(st.integers(1, 3)) for _ in range(draw(COUNTS)))
         elif kernel:
             sizes[axis] = (draw(st.integers(1, min(3, largest))),)
         else:
-            sizes[axis] = (draw(st.integers(1, largest) | st.just(largest)) * unit.get(axis, 1),)
+            sizes[axis] = (draw(_up_to(largest)) * unit.get(axis, 1),)
     return sizes
 
 
