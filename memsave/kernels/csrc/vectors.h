@@ -9,6 +9,8 @@
    of x86-64-v4 it would load under masks what it selects, which costs more than they give: so they are for
    loops that compute, and those that load all they compare. Vectors have 256 bits there, too: see setup.py.) */
 #if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__)
+#define V3 static __attribute__((target("arch=x86-64-v3")))
+#define IS_V3 (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2"))
 #define LOOP static __attribute__((target_clones("arch=x86-64-v3", "default")))
 #define WIDE_LOOP static __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #else
@@ -27,6 +29,7 @@
 #define LARGEST_OF(MOST) PRAGMA(omp simd reduction(max : MOST))
 #define LARGEST(MOST, WORD) PRAGMA(omp simd reduction(max : MOST) reduction(| : WORD))
 #define PREFETCH(ADDRESS) __builtin_prefetch(ADDRESS)
+#define INLINE static inline __attribute__((always_inline))
 #else
 #define EACH
 #define EACH_OF_FEW
@@ -35,6 +38,7 @@
 #define LARGEST_OF(MOST)
 #define LARGEST(MOST, WORD)
 #define PREFETCH(ADDRESS) (void)(ADDRESS)
+#define INLINE static inline
 #endif
 
 /* The bits of some elements at a time are a WORD: 1 << k of each (which not all vectors can shift). */

@@ -6,7 +6,7 @@
 
 /* From x to bits: DO, of the element v = x[j], says `flag`, and may say y[j]. */
 #define TO_BITS(NAME, T, STORED, LOAD, STORE, WORD, DO)                                 \
-    WIDE_LOOP void NAME(const void *work, size start, size end, size thread) {          \
+    INLINE void NAME##_inline(const void *work, size start, size end, size thread) {    \
         ARRAYS(T, STORED, LOAD, STORE);                                                 \
         size i = start;                                                                 \
         for (; end - i >= BITS(WORD); i += BITS(WORD)) {                                \
@@ -17,6 +17,9 @@
         WORD word = 0;                                                                  \
         for (size k = 0; k < end - i; k++) TO_BIT(T, LOAD, WORD, DO)                    \
         memcpy(bits + i / 8, &word, (size_t)(end - i + 7) / 8);                         \
+    }                                                                                   \
+    WIDE_LOOP void NAME(const void *work, size start, size end, size thread) {          \
+        NAME##_inline(work, start, end, thread);                                        \
     }
 #define TO_BIT(T, LOAD, WORD, DO)                                                       \
     {                                                                                   \
@@ -29,7 +32,7 @@
 
 /* From x and bits to y: y[j] = VALUE, of the element v = x[j] and its flag. */
 #define FROM_BITS(CLONES, NAME, T, STORED, LOAD, STORE, WORD, VALUE)                    \
-    CLONES void NAME(const void *work, size start, size end, size thread) {             \
+    INLINE void NAME##_inline(const void *work, size start, size end, size thread) {    \
         ARRAYS(T, STORED, LOAD, STORE);                                                 \
         size i = start;                                                                 \
         WORD word = 0;                                                                  \
@@ -39,6 +42,9 @@
         }                                                                               \
         memcpy(&word, bits + i / 8, (size_t)(end - i + 7) / 8);                         \
         for (size k = 0; k < end - i; k++) OF_BIT(T, STORED, LOAD, WORD, VALUE)         \
+    }                                                                                   \
+    CLONES void NAME(const void *work, size start, size end, size thread) {             \
+        NAME##_inline(work, start, end, thread);                                        \
     }
 #define OF_BIT(T, STORED, LOAD, WORD, VALUE)                                            \
     {                                                                                   \

@@ -5,7 +5,7 @@
 #include "exponential.h"
 
 #define FROM_CURVE(NAME, STORED, LOAD, STORE, SLOPE)                                    \
-    WIDE_LOOP void NAME(const void *work, size start, size end, size thread) {          \
+    INLINE void NAME##_inline(const void *work, size start, size end, size thread) {    \
         ARRAYS(float, STORED, LOAD, STORE);                                             \
         const STORED *also = arrays->also;                                              \
         (void)bits, (void)b, (void)a;                                                   \
@@ -13,6 +13,9 @@
             const float g = LOAD(x[i]), kept = LOAD(also[i]);                           \
             y[i] = STORE(SLOPE);                                                        \
         }                                                                               \
+    }                                                                                   \
+    WIDE_LOOP void NAME(const void *work, size start, size end, size thread) {          \
+        NAME##_inline(work, start, end, thread);                                        \
     }
 #define OF_CURVES(NAME, STORED, LOAD, STORE, IS_SHORT)                                  \
     FROM_CURVE(rest_##NAME, STORED, LOAD, STORE, g * -expm1_of(a * kept, IS_SHORT))     \

@@ -5,21 +5,19 @@
 #include "activation.h"
 #include "curve.h"
 
-enum { WIDENED = 1024 };
+enum { WIDENED = 1024, AT_ONCE = 32 };
 
-/* Most processors convert eight at once (all that have AVX2); to the others, and of what is left, it is arithmetic. */
-#if defined(__x86_64__) && defined(__GNUC__)
+/* Most processors convert eight at once (x86-64-v3); to the others, and of what is left, it is arithmetic. */
+#ifdef V3
 #include <immintrin.h>
-#define BY_EIGHTS __attribute__((target("avx2,f16c"))) static
-#define BY_PROCESSOR(CONVERTED) (__builtin_cpu_supports("avx2") ? CONVERTED : 0)
 
-BY_EIGHTS size eights_widened(const uint16_t *x, float *y, size count) {
+V3 inline size eights_widened(const uint16_t *x, float *y, size count) {
     size k = 0;
     for (; k + 8 <= count; k += 8) _mm256_storeu_ps(y + k, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(x + k))));
     return k;
 }
 
-BY_EIGHTS size eights_narrowed(const float *x, uint16_t *y, size count, float factor) {
+V3 inline size eights_narrowed(const float *x, uint16_t *y, size count, float factor) {
     size k = 0;
     for (; k + 8 <= count; k += 8) {
         const __m256 eight = _mm256_mul_ps(_mm256_loadu_ps(x + k), _mm256_set1_ps(factor));
@@ -27,6 +25,7 @@ BY_EIGHTS size eights_narrowed(const float *x, uint16_t *y, size count, float fa
     }
     return k;
 }
+#define BY_PROCESSOR(CONVERTED) (IS_V3 ? CONVERTED : 0)
 #else
 #define BY_PROCESSOR(CONVERTED) 0
 #endif
@@ -39,12 +38,17 @@ static void narrow(const float *x, uint16_t *y, size count, float factor) {
     for (size k = BY_PROCESSOR(eights_narrowed(x, y, count, factor)); k < count; k++) y[k] = to_float16(x[k] * factor);
 }
 
+/* For a loop of floats that compares with rounded numbers, or does not. */
+INLINE Arrays widened(const Arrays *half, float *x, float *also, float *y, int rounds) {
+    Arrays arrays = *half;
+    arrays.x = x, arrays.also = also, arrays.y = y;
+    if (rounds) arrays.a = of_float16(to_float16((float)half->a)), arrays.b = of_float16(to_float16((float)half->b));
+    return arrays;
+}
+
 static void in_floats(Loop *loop, const Arrays *half, size start, size end, size thread, int rounds, int writes) {
     float values[WIDENED], others[WIDENED];
-    Arrays arrays = *half;
-    arrays.x = arrays.y = values;
-    arrays.also = half->also ? others : NULL;
-    if (rounds) arrays.a = of_float16(to_float16((float)half->a)), arrays.b = of_float16(to_float16((float)half->b));
+    Arrays arrays = widened(half, values, others, values, rounds);
     for (size i = start, count; i < end; i += count) {
         count = at_most(WIDENED, end - i);
         widen((const uint16_t *)half->x + i, values, count);
@@ -55,9 +59,33 @@ static void in_floats(Loop *loop, const Arrays *half, size start, size end, size
     }
 }
 
+/* Few at once, the processor converts some while it computes others. (Were y in the place of x, it would be written
+   only where it differs, one by one.) */
+#ifdef V3
+#define BY_EIGHTS(FAMILY, ROUNDS, WRITES)                                               \
+    V3 size FAMILY##_by_eights(const Arrays *half, size start, size end) {              \
+        _Alignas(64) float values[AT_ONCE], others[AT_ONCE], made[AT_ONCE];             \
+        Arrays arrays = widened(half, values, others, made, ROUNDS);                    \
+        for (; end - start >= AT_ONCE; start += AT_ONCE) {                              \
+            eights_widened((const uint16_t *)half->x + start, values, AT_ONCE);         \
+            if (half->also) eights_widened((const uint16_t *)half->also + start, others, AT_ONCE); \
+            if (half->bits) arrays.bits = half->bits + start / 8;                       \
+            FAMILY##_float_inline(&arrays, 0, AT_ONCE, 0);                              \
+            if (WRITES) eights_narrowed(made, (uint16_t *)half->y + start, AT_ONCE, 1); \
+        }                                                                               \
+        return start;                                                                   \
+    }
+#define AFTER_EIGHTS(FAMILY) IS_V3 ? FAMILY##_by_eights(work, start, end) : start
+#else
+#define BY_EIGHTS(FAMILY, ROUNDS, WRITES)
+#define AFTER_EIGHTS(FAMILY) start
+#endif
+
 /* Those that compare with rounded numbers, and those that make more than bits. */
 #define OF_FLOAT16(FAMILY, ROUNDS, WRITES)                                              \
+    BY_EIGHTS(FAMILY, ROUNDS, WRITES)                                                   \
     static void FAMILY##_float16(const void *work, size start, size end, size thread) { \
+        start = AFTER_EIGHTS(FAMILY);                                                   \
         in_floats(FAMILY##_float, work, start, end, thread, ROUNDS, WRITES);            \
     }
 OF_FLOAT16(leaky_relu, 0, 1)
@@ -79,7 +107,7 @@ OF_FLOAT16(logistic, 0, 1)
 static void scale_channels_float16(const void *work, size start, size end, size thread) {
     const Arrays *arrays = work;
     const size places = (size)arrays->b;
-    float values[WIDENED];
+    _Alignas(64) float values[WIDENED];
     (void)thread;
     for (size i = start, count; i < end; i += count) {
         const size channel = i / places;
