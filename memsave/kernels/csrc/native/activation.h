@@ -18,9 +18,7 @@
         for (size k = 0; k < end - i; k++) TO_BIT(T, LOAD, WORD, DO)                    \
         memcpy(bits + i / 8, &word, (size_t)(end - i + 7) / 8);                         \
     }                                                                                   \
-    WIDE_LOOP void NAME(const void *work, size start, size end, size thread) {          \
-        NAME##_inline(work, start, end, thread);                                        \
-    }
+    CLONED(WIDE_LOOP, NAME)
 #define TO_BIT(T, LOAD, WORD, DO)                                                       \
     {                                                                                   \
         const size j = i + k;                                                           \
@@ -43,9 +41,7 @@
         memcpy(&word, bits + i / 8, (size_t)(end - i + 7) / 8);                         \
         for (size k = 0; k < end - i; k++) OF_BIT(T, STORED, LOAD, WORD, VALUE)         \
     }                                                                                   \
-    CLONES void NAME(const void *work, size start, size end, size thread) {             \
-        NAME##_inline(work, start, end, thread);                                        \
-    }
+    CLONED(CLONES, NAME)
 #define OF_BIT(T, STORED, LOAD, WORD, VALUE)                                            \
     {                                                                                   \
         const T v = LOAD(x[i + k]);                                                     \

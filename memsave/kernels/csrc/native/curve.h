@@ -14,9 +14,7 @@
             y[i] = STORE(SLOPE);                                                        \
         }                                                                               \
     }                                                                                   \
-    WIDE_LOOP void NAME(const void *work, size start, size end, size thread) {          \
-        NAME##_inline(work, start, end, thread);                                        \
-    }
+    CLONED(WIDE_LOOP, NAME)
 #define OF_CURVES(NAME, STORED, LOAD, STORE, IS_SHORT)                                  \
     FROM_CURVE(rest_##NAME, STORED, LOAD, STORE, g * -expm1_of(a * kept, IS_SHORT))     \
     FROM_CURVE(tanh2_##NAME, STORED, LOAD, STORE, g * square(tanh_of(kept, IS_SHORT)))  \

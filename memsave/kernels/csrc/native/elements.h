@@ -75,5 +75,9 @@ static inline uint16_t to_float16(float value) {
     uint8_t *bits = arrays->bits;                                                       \
     (void)y, (void)near_a, (void)near_b
 
+/* A loop that is also inlined into others, by itself. */
+#define CLONED(CLONES, NAME)                                                            \
+    CLONES void NAME(const void *work, size start, size end, size thread) { NAME##_inline(work, start, end, thread); }
+
 /* So many elements of a row are near at hand, in the first cache, while they are put aside. */
 enum { BLOCK_OF_ROW = 2048 };

@@ -66,6 +66,7 @@ static void in_floats(Loop *loop, const Arrays *half, size start, size end, size
     V3 size FAMILY##_by_eights(const Arrays *half, size start, size end) {              \
         _Alignas(64) float values[AT_ONCE], others[AT_ONCE], made[AT_ONCE];             \
         Arrays arrays = widened(half, values, others, made, ROUNDS);                    \
+        const size first = start;                                                       \
         for (; end - start >= AT_ONCE; start += AT_ONCE) {                              \
             eights_widened((const uint16_t *)half->x + start, values, AT_ONCE);         \
             if (half->also) eights_widened((const uint16_t *)half->also + start, others, AT_ONCE); \
@@ -73,19 +74,17 @@ static void in_floats(Loop *loop, const Arrays *half, size start, size end, size
             FAMILY##_float_inline(&arrays, 0, AT_ONCE, 0);                              \
             if (WRITES) eights_narrowed(made, (uint16_t *)half->y + start, AT_ONCE, 1); \
         }                                                                               \
-        return start;                                                                   \
+        return start - first;                                                           \
     }
-#define AFTER_EIGHTS(FAMILY) IS_V3 ? FAMILY##_by_eights(work, start, end) : start
 #else
 #define BY_EIGHTS(FAMILY, ROUNDS, WRITES)
-#define AFTER_EIGHTS(FAMILY) start
 #endif
 
 /* Those that compare with rounded numbers, and those that make more than bits. */
 #define OF_FLOAT16(FAMILY, ROUNDS, WRITES)                                              \
     BY_EIGHTS(FAMILY, ROUNDS, WRITES)                                                   \
     static void FAMILY##_float16(const void *work, size start, size end, size thread) { \
-        start = AFTER_EIGHTS(FAMILY);                                                   \
+        start += BY_PROCESSOR(FAMILY##_by_eights(work, start, end));                    \
         in_floats(FAMILY##_float, work, start, end, thread, ROUNDS, WRITES);            \
     }
 OF_FLOAT16(leaky_relu, 0, 1)
