@@ -566,6 +566,22 @@ def test_slopes_of_curves(
 
 
 @needs_nodes
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["logsigmoid", "tanhshrink"])
+def test_slopes_in_16_bits(name: str, dtype: torch.dtype) -> None:
+    """Of every number, rounded once: hardly further off than by half of the last bit."""
+    layer, slope, _ = CURVES[name]
+    x = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype).requires_grad_()
+    y, g = layer(x), torch.randn(x.shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    assert type(y.grad_fn).__name__ == "MemsaveLayerBackward"
+    (dx,) = torch.autograd.grad(y, x, g)
+    exact = g.double() * slope(x.detach().double(), y.double())
+    half = torch.finfo(dtype).eps / 2
+    least = torch.finfo(dtype).smallest_normal
+    same(dx.double(), exact, rtol=1.1 * half, atol=1.1 * half * least)
+
+
+@needs_nodes
 @pytest.mark.parametrize("g", [1e10, torch.inf])
 def test_slopes_below_the_normal_numbers(g: float) -> None:
     """Of which large gradients make normal ones."""

@@ -62,7 +62,7 @@ static void in_floats(Loop *loop, const Arrays *half, size start, size end, size
 /* Few at once, the processor converts some while it computes others. (Were y in the place of x, it would be written
    only where it differs, one by one.) */
 #ifdef V3
-#define BY_EIGHTS(FAMILY, ROUNDS, WRITES)                                               \
+#define BY_EIGHTS(FAMILY, LOOP_OF_FLOATS, ROUNDS, WRITES)                               \
     V3 size FAMILY##_by_eights(const Arrays *half, size start, size end) {              \
         _Alignas(64) float values[AT_ONCE], others[AT_ONCE], made[AT_ONCE];             \
         Arrays arrays = widened(half, values, others, made, ROUNDS);                    \
@@ -71,21 +71,22 @@ static void in_floats(Loop *loop, const Arrays *half, size start, size end, size
             eights_widened((const uint16_t *)half->x + start, values, AT_ONCE);         \
             if (half->also) eights_widened((const uint16_t *)half->also + start, others, AT_ONCE); \
             if (half->bits) arrays.bits = half->bits + start / 8;                       \
-            FAMILY##_float_inline(&arrays, 0, AT_ONCE, 0);                              \
+            LOOP_OF_FLOATS##_inline(&arrays, 0, AT_ONCE, 0);                           \
             if (WRITES) eights_narrowed(made, (uint16_t *)half->y + start, AT_ONCE, 1); \
         }                                                                               \
         return start - first;                                                           \
     }
 #else
-#define BY_EIGHTS(FAMILY, ROUNDS, WRITES)
+#define BY_EIGHTS(FAMILY, LOOP_OF_FLOATS, ROUNDS, WRITES)
 #endif
 
 /* Those that compare with rounded numbers, and those that make more than bits. */
-#define OF_FLOAT16(FAMILY, ROUNDS, WRITES)                                              \
-    BY_EIGHTS(FAMILY, ROUNDS, WRITES)                                                   \
+#define OF_FLOAT16(FAMILY, ROUNDS, WRITES) BY_FLOATS(FAMILY, FAMILY##_float, ROUNDS, WRITES)
+#define BY_FLOATS(FAMILY, LOOP_OF_FLOATS, ROUNDS, WRITES)                               \
+    BY_EIGHTS(FAMILY, LOOP_OF_FLOATS, ROUNDS, WRITES)                                   \
     static void FAMILY##_float16(const void *work, size start, size end, size thread) { \
         start += BY_PROCESSOR(FAMILY##_by_eights(work, start, end));                    \
-        in_floats(FAMILY##_float, work, start, end, thread, ROUNDS, WRITES);            \
+        in_floats(LOOP_OF_FLOATS, work, start, end, thread, ROUNDS, WRITES);            \
     }
 OF_FLOAT16(leaky_relu, 0, 1)
 OF_FLOAT16(hardtanh, 0, 1)
@@ -98,9 +99,10 @@ OF_FLOAT16(not_outside, 0, 0)
 OF_FLOAT16(not_inside, 1, 0)
 OF_FLOAT16(scale, 0, 1)
 OF_FLOAT16(part, 0, 1)
-OF_FLOAT16(rest, 0, 1)
-OF_FLOAT16(tanh2, 0, 1)
-OF_FLOAT16(logistic, 0, 1)
+OF_CURVES(short_float, float, , , 1)
+BY_FLOATS(rest, rest_short_float, 0, 1)
+BY_FLOATS(tanh2, tanh2_short_float, 0, 1)
+BY_FLOATS(logistic, logistic_short_float, 0, 1)
 
 /* (As those of other dtypes.) */
 static void scale_channels_float16(const void *work, size start, size end, size thread) {
