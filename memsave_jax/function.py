@@ -203,6 +203,11 @@ def is_number(option: Any) -> bool:
     return type(option) in (int, float)
 
 
+def is_typed(value: Any) -> bool:
+    """An array, or a variable: stock layers raise for most of what else becomes one."""
+    return hasattr(value, "dtype")
+
+
 def _named(rule: Rule, options: dict[str, Any]) -> Function:
     """The stock op, under the name of the row, which programs show."""
 
@@ -376,8 +381,13 @@ def _backward(
                 f"{shapes[name].shape}, a gradient of shape {grads[name].shape}"
             )
     return {
-        name: placed(grads[name].astype(shapes[name].dtype), shapes[name]) for name in sorted(wrt)
+        name: placed(cast(grads[name], shapes[name].dtype), shapes[name]) for name in sorted(wrt)
     }
+
+
+def cast(array: Array, dtype: Any) -> Array:
+    """To a dtype. (What is of that and weakly typed stays so.)"""
+    return array if array.dtype == dtype else array.astype(dtype)
 
 
 def placed(grad: Array, like: Any) -> Array:

@@ -24,7 +24,7 @@ from memsave._text import Coverage, Entry
 
 from . import functional
 from ._convert_linen import convert, coverage, drop_in, revert
-from .function import is_number
+from .function import is_number, is_typed
 from .functional import (
     avg_pool,
     celu,
@@ -259,6 +259,8 @@ class BatchNorm(nn.BatchNorm):
 
 def _takes(module: Any, x: Any, mask: Array | None) -> bool:
     """Whether our functions take what a module that normalizes is asked for."""
+    if not is_typed(x):
+        return False
     if isinstance(module, nn.GroupNorm):
         groups, size = module.num_groups, module.group_size
         count = groups or size or 0
@@ -365,7 +367,7 @@ class PReLU(nn.PReLU):
 
     @nn.compact
     def __call__(self, inputs: Array) -> Array:
-        if jnp.size(self.negative_slope_init) != 1:
+        if jnp.size(self.negative_slope_init) != 1 or not is_typed(inputs):
             return _prelu(self, inputs)
         slope = self.param(
             "negative_slope", lambda key: jnp.asarray(self.negative_slope_init, self.param_dtype)
@@ -382,7 +384,7 @@ class Dropout(nn.Dropout):
         self, inputs: Array, deterministic: bool | None = None, rng: Any | None = None
     ) -> Array:
         drops = not nn.merge_param("deterministic", self.deterministic, deterministic)
-        if not (drops and is_number(self.rate) and 0 < self.rate < 1):
+        if not (drops and is_number(self.rate) and 0 < self.rate < 1 and is_typed(inputs)):
             return _dropout(self, inputs, deterministic, rng)
         key = self.make_rng(self.rng_collection) if rng is None else rng
         return functional.dropout(inputs, self.rate, key, broadcast_dims=self.broadcast_dims)

@@ -27,7 +27,7 @@ from memsave._text import Coverage, Entry
 
 from . import functional
 from ._convert_nnx import convert, coverage, drop_in, register, revert
-from .function import is_number
+from .function import is_number, is_typed
 from .functional import (
     avg_pool,
     celu,
@@ -184,10 +184,13 @@ class Linear(nnx.Linear):
 _PADDING = ("SAME", "VALID", "CIRCULAR")
 
 
-def _is_plain(layer: nnx.Conv | nnx.ConvTranspose, padding: Any, named: tuple[str, ...]) -> bool:
+def _is_plain(
+    layer: nnx.Conv | nnx.ConvTranspose, inputs: Any, padding: Any, named: tuple[str, ...]
+) -> bool:
     """Whether the functions take it: stock would not raise, nor call a function of the user's."""
     return (
-        (not isinstance(padding, str) or padding in named)
+        is_typed(inputs)
+        and (not isinstance(padding, str) or padding in named)
         and layer.promote_dtype is promote_dtype
         and 0 < len(layer.kernel_size) <= 3
         and (layer.mask is None or layer.mask.shape == layer.kernel_shape)
@@ -219,7 +222,7 @@ class Conv(nnx.Conv):
     def __call__(self, inputs: Any, out_sharding: Any = None) -> Array:
         padding = canonicalize_padding(self.padding, len(self.kernel_size))
         if (
-            not _is_plain(self, padding, (*_PADDING, "REFLECT", "CAUSAL"))
+            not _is_plain(self, inputs, padding, (*_PADDING, "REFLECT", "CAUSAL"))
             or self.conv_general_dilated is not lax.conv_general_dilated
             or out_sharding is not None
         ):
@@ -239,7 +242,7 @@ class ConvTranspose(nnx.ConvTranspose):
 
     def __call__(self, inputs: Any) -> Array:
         padding = canonicalize_padding(self.padding, len(self.kernel_size))
-        if not _is_plain(self, padding, _PADDING):
+        if not _is_plain(self, inputs, padding, _PADDING):
             return super().__call__(inputs)
         return functional.conv_transpose(
             *_operands(self, inputs),
@@ -452,6 +455,7 @@ def _dropout(
         or off
         or not is_number(layer.rate)
         or layer.rate in (0.0, 1.0)
+        or not is_typed(inputs)
         or not isinstance(source, nnx.Rngs | nnx.RngStream | jax.Array)
     ):
         return nnx.Dropout.__call__(layer, inputs, deterministic=deterministic, rngs=rngs)

@@ -5,6 +5,7 @@ repeated modules, parametrizations, optimizers, wrappers. What is left alone is 
 """
 
 import copy
+import functools
 import io
 import pickle
 import subprocess
@@ -23,6 +24,7 @@ from strategies import functions_of_rows
 from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrizations, parametrize, prune
+from torch.utils.checkpoint import checkpoint
 
 import memsave
 import memsave.nn
@@ -505,6 +507,19 @@ def test_a_forward_on_the_instance() -> None:
     skipped, converted = memsave.coverage(model)
     assert (skipped.status, skipped.reason) == ("skipped", "its forward is replaced by another")
     assert (type(layer), converted.status) == (nn.ReLU, "converted")
+
+
+@every_class
+def test_a_forward_that_somebody_holds(cls: type[nn.Module]) -> None:
+    """As the function that a checkpoint runs: also once the module has its stock class back."""
+    x = helpers.module_input(cls)
+    for layer, drop_in in helpers.in_pairs(cls):
+        model = nn.Sequential(memsave.convert(drop_in))
+        model[0].forward = functools.partial(checkpoint, drop_in.forward, use_reentrant=False)
+        memsave.report(model, x)
+        memsave.revert(model)
+        assert type(drop_in) is cls
+        same(*(helpers.step(module, x) for module in (model, layer)))
 
 
 @pytest.mark.parametrize("cls", [nn.Linear, nn.Conv2d, nn.BatchNorm2d, nn.LayerNorm, nn.ReLU])

@@ -797,7 +797,11 @@ def test_python_scalars(x: Any, form: str) -> None:
 
 @every_form
 @pytest.mark.parametrize(
-    "name", ["leaky_relu", "hard_tanh", "hard_sigmoid", "silu", "sigmoid", "elu"]
+    "name",
+    [
+        *("leaky_relu", "hard_tanh", "hard_sigmoid", "silu", "sigmoid", "elu"),
+        *("softplus", "log_sigmoid", "mish"),
+    ],
 )
 def test_python_scalars_of_other_kinds(name: str, form: str) -> None:
     stock = getattr(jax.nn, name)
@@ -805,7 +809,9 @@ def test_python_scalars_of_other_kinds(name: str, form: str) -> None:
         for x in (2.0, -1.0, -0.0):
             y, expected = getattr(F, name)(x), stock(x)
             assert (y, y.dtype, y.weak_type) == (expected, expected.dtype, expected.weak_type)
-        assert jax.grad(getattr(F, name))(-0.5) == pytest.approx(jax.grad(stock)(-0.5))
+        dx, expected = jax.grad(getattr(F, name))(-0.5), jax.grad(stock)(-0.5)
+        assert dx == pytest.approx(expected)
+        assert (dx.dtype, dx.weak_type) == (expected.dtype, expected.weak_type)
 
 
 def test_functions_that_flax_does_not_have() -> None:

@@ -330,6 +330,29 @@ def test_errors_are_those_of_stock(cls: str, fields: Any, call: Any, message: st
     assert raised[0] == raised[1]
 
 
+@pytest.mark.parametrize("x", [[1.0, 2.0], 2.0, None], ids=repr)
+@pytest.mark.parametrize(
+    ("cls", "fields"),
+    [
+        *(("Dense", {"features": 2}), ("Conv", {"features": 2, "kernel_size": 2})),
+        *(("BatchNorm", {"use_running_average": True}), ("LayerNorm", {}), ("RMSNorm", {})),
+        *(("GroupNorm", {"num_groups": 1}), ("InstanceNorm", {}), ("PReLU", {})),
+        *(
+            ("Dropout", {"rate": 0.5, "deterministic": False}),
+            ("Embed", {"num_embeddings": 2, "features": 2}),
+        ),
+    ],
+)
+def test_what_is_no_array(cls: str, fields: Any, x: Any) -> None:
+    def outcome(package: Any) -> type:
+        try:
+            return type(getattr(package, cls)(**fields).init(KEYS, x))
+        except Exception as error:
+            return type(error)
+
+    assert outcome(mnn) is outcome(nn)
+
+
 def test_statistics_that_may_not_change() -> None:
     x = image()
     variables = mnn.BatchNorm().init(KEYS, x, **train)

@@ -477,6 +477,9 @@ def wrong_calls(lib: Any) -> list[Callable[[], Any]]:
         lambda: lib.ConvTranspose(4, 4, mask=jnp.ones(3), transpose_kernel=True, **conv)(x),
         lambda: lib.ConvTranspose(4, 4, padding="REFLECT", transpose_kernel=True, **conv)(x),
         lambda: lib.ConvTranspose(4, 4, padding=(1, 2, 3), transpose_kernel=True, **conv)(x),
+        lambda: lib.Conv(4, 4, **conv)(x.tolist()),
+        lambda: lib.ConvTranspose(4, 4, **conv)(x.tolist()),
+        lambda: lib.Dropout(0.5, rngs=nnx.Rngs(0))(x.tolist()),
     ]
 
 

@@ -417,6 +417,12 @@ conv_transpose3d = _functional_transpose(_conv_transpose3d, 3)
 
 
 #: By the number of spatial axes.
+_STOCK: dict[int, Any] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
+_STOCK_TRANSPOSE: dict[int, Any] = {
+    1: nn.ConvTranspose1d,
+    2: nn.ConvTranspose2d,
+    3: nn.ConvTranspose3d,
+}
 _CONV = {1: _conv1d, 2: _conv2d, 3: _conv3d}
 _FUNCTIONAL = {1: conv1d, 2: conv2d, 3: conv3d}
 _TRANSPOSE = {1: conv_transpose1d, 2: conv_transpose2d, 3: conv_transpose3d}
@@ -428,24 +434,6 @@ def _has_axes(module: Any, dims: int) -> bool:
     """
     size = module.kernel_size
     return isinstance(size, tuple) and len(size) == dims
-
-
-def _forward(self: Any, input: Tensor) -> Tensor:
-    dims = self._dims
-    if not _has_axes(self, dims):
-        return _STOCK[dims].forward(self, input)  # type: ignore[no-any-return]  # whose error it is
-    row = _ROWS.get(type(self))
-    if row is not None and (y := by_node("convolution_of", row, self, input)) is not None:
-        return y
-    # (As torch.nn's would, by _conv_forward, unless that is ours and would do nothing more.)
-    padding, own = _padding_left(self), self._conv_forward
-    pads = padding == "same" or self.padding_mode != "zeros"
-    if pads or getattr(own, "__func__", own) is not _conv_forward:
-        return own(input, self.weight, self.bias)  # type: ignore[no-any-return]
-    options = (self.stride, padding, self.dilation, self.groups)
-    if (parameters := for_stock(self, WEIGHT, input, casts=True)) is not None:
-        return CONV[dims](input, *parameters, *options)
-    return _FUNCTIONAL[dims](input, *parameters_of(self), *options)
 
 
 def _padding_left(self: Any) -> Any:
@@ -463,106 +451,121 @@ def _same(kernel: Sequence[int], dilation: Ints) -> tuple[int, ...]:
     return () if pads else tuple(padding)
 
 
-def _conv_forward(self: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    dims = self._dims
-    if (
-        weight is None
-        or not is_plain(input)
-        or not _has_axes(self, dims)
-        or others()
-        or is_replaced(_STOCK[dims])
-    ):
-        return _STOCK[dims]._conv_forward(self, input, weight, bias)
-    padding, mode = _padding_left(self), self.padding_mode
-    if mode != "zeros":
-        pads = self._reversed_padding_repeated_twice
-        own = _flat(_padding(padding, mode, self.kernel_size, self.dilation)[0])
-        # Only a gradient of the weight reads the input. (Autocast pads, and adds up the gradients
-        # of what was copied, before it rounds. And of no axes padding is an error.)
-        is_frozen = type(weight) in OF_TORCH and not weight.requires_grad
-        is_read = mode == "circular" or not is_frozen
-        if not pads or [*pads] != own or amp_enabled(input.device.type) or not is_read:
-            input, padding, mode = pad(input, pads, mode), 0, "zeros"
-    elif padding == "same" and weight.requires_grad and amp_enabled(input.device.type):
-        # Autocast has one narrow copy of the weight for all calls, which the rule cannot ask for.
-        return CONV[dims](input, weight, bias, self.stride, padding, self.dilation, self.groups)
-    return _CONV[dims](
-        input,
-        weight,
-        bias,
-        stride=self.stride,
-        padding=padding,
-        dilation=self.dilation,
-        groups=self.groups,
-        padding_mode=mode,
-    )
+def _methods(dims: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """``forward`` and ``_conv_forward`` along so many axes. (No attribute says how many: who holds
+    a forward may call it when the module has its stock class back.)
+    """
+    stock = _STOCK[dims]
+
+    def forward(self: Any, input: Tensor) -> Tensor:
+        if not _has_axes(self, dims):
+            return stock.forward(self, input)  # type: ignore[no-any-return]  # whose error it is
+        row = _ROWS.get(type(self))
+        if row is not None and (y := by_node("convolution_of", row, self, input)) is not None:
+            return y
+        # (As torch.nn's would, by _conv_forward, unless that is ours and would do nothing more.)
+        padding, own = _padding_left(self), self._conv_forward
+        pads = padding == "same" or self.padding_mode != "zeros"
+        if pads or getattr(own, "__func__", own) is not _conv_forward:
+            return own(input, self.weight, self.bias)  # type: ignore[no-any-return]
+        options = (self.stride, padding, self.dilation, self.groups)
+        if (parameters := for_stock(self, WEIGHT, input, casts=True)) is not None:
+            return CONV[dims](input, *parameters, *options)
+        return _FUNCTIONAL[dims](input, *parameters_of(self), *options)
+
+    def _conv_forward(self: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if (
+            weight is None
+            or not is_plain(input)
+            or not _has_axes(self, dims)
+            or others()
+            or is_replaced(stock)
+        ):
+            return stock._conv_forward(self, input, weight, bias)
+        padding, mode = _padding_left(self), self.padding_mode
+        if mode != "zeros":
+            pads = self._reversed_padding_repeated_twice
+            own = _flat(_padding(padding, mode, self.kernel_size, self.dilation)[0])
+            # Only a gradient of the weight reads the input. (Autocast pads, and adds up the
+            # gradients of what was copied, before it rounds. And of no axes padding is an error.)
+            is_frozen = type(weight) in OF_TORCH and not weight.requires_grad
+            is_read = mode == "circular" or not is_frozen
+            if not pads or [*pads] != own or amp_enabled(input.device.type) or not is_read:
+                input, padding, mode = pad(input, pads, mode), 0, "zeros"
+        elif padding == "same" and weight.requires_grad and amp_enabled(input.device.type):
+            # Autocast has one narrow copy of the weight for all calls: the rule cannot ask for it.
+            return CONV[dims](input, weight, bias, self.stride, padding, self.dilation, self.groups)
+        return _CONV[dims](
+            input,
+            weight,
+            bias,
+            stride=self.stride,
+            padding=padding,
+            dilation=self.dilation,
+            groups=self.groups,
+            padding_mode=mode,
+        )
+
+    return forward, _conv_forward
 
 
 @drop_in(spec.CONV1D)
 class Conv1d(nn.Conv1d):
     """As :class:`torch.nn.Conv1d`."""
 
-    _dims = 1
-    forward, _conv_forward = _forward, _conv_forward  # type: ignore[assignment]
+    forward, _conv_forward = _methods(1)  # type: ignore[assignment]
 
 
 @drop_in(spec.CONV2D)
 class Conv2d(nn.Conv2d):
     """As :class:`torch.nn.Conv2d`."""
 
-    _dims = 2
-    forward, _conv_forward = _forward, _conv_forward  # type: ignore[assignment]
+    forward, _conv_forward = _methods(2)  # type: ignore[assignment]
 
 
 @drop_in(spec.CONV3D)
 class Conv3d(nn.Conv3d):
     """As :class:`torch.nn.Conv3d`."""
 
-    _dims = 3
-    forward, _conv_forward = _forward, _conv_forward  # type: ignore[assignment]
+    forward, _conv_forward = _methods(3)  # type: ignore[assignment]
 
 
-_STOCK: dict[int, Any] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
-_STOCK_TRANSPOSE: dict[int, Any] = {
-    1: nn.ConvTranspose1d,
-    2: nn.ConvTranspose2d,
-    3: nn.ConvTranspose3d,
-}
 #: Of these classes themselves: those that derive from them may compute something else.
 _ROWS = {Conv1d: spec.CONV1D, Conv2d: spec.CONV2D, Conv3d: spec.CONV3D}
 
 
-def _forward_transpose(self: Any, input: Tensor, output_size: list[int] | None = None) -> Tensor:
-    dims = self._dims
-    if not _has_axes(self, dims) or not isinstance(self.padding, tuple):
-        return _STOCK_TRANSPOSE[dims].forward(self, input, output_size)  # type: ignore[no-any-return]
-    geometry = (self.stride, self.padding, self.kernel_size, dims, self.dilation)
-    output_padding = self._output_padding(input, output_size, *geometry)
-    options = (self.stride, self.padding, output_padding, self.groups, self.dilation)
-    if (own := for_stock(self, WEIGHT, input, casts=True)) is not None:
-        return CONV_TRANSPOSE[dims](input, *own, *options)
-    return _TRANSPOSE[dims](input, *parameters_of(self), *options)
+def _forward_transpose(dims: int) -> Callable[..., Any]:
+    stock = _STOCK_TRANSPOSE[dims]
+
+    def forward(self: Any, input: Tensor, output_size: list[int] | None = None) -> Tensor:
+        if not _has_axes(self, dims) or not isinstance(self.padding, tuple):
+            return stock.forward(self, input, output_size)  # type: ignore[no-any-return]
+        geometry = (self.stride, self.padding, self.kernel_size, dims, self.dilation)
+        output_padding = self._output_padding(input, output_size, *geometry)
+        options = (self.stride, self.padding, output_padding, self.groups, self.dilation)
+        if (own := for_stock(self, WEIGHT, input, casts=True)) is not None:
+            return CONV_TRANSPOSE[dims](input, *own, *options)
+        return _TRANSPOSE[dims](input, *parameters_of(self), *options)
+
+    return forward
 
 
 @drop_in(spec.CONV_TRANSPOSE1D)
 class ConvTranspose1d(nn.ConvTranspose1d):
     """As :class:`torch.nn.ConvTranspose1d`."""
 
-    _dims = 1
-    forward = _forward_transpose
+    forward = _forward_transpose(1)
 
 
 @drop_in(spec.CONV_TRANSPOSE2D)
 class ConvTranspose2d(nn.ConvTranspose2d):
     """As :class:`torch.nn.ConvTranspose2d`."""
 
-    _dims = 2
-    forward = _forward_transpose
+    forward = _forward_transpose(2)
 
 
 @drop_in(spec.CONV_TRANSPOSE3D)
 class ConvTranspose3d(nn.ConvTranspose3d):
     """As :class:`torch.nn.ConvTranspose3d`."""
 
-    _dims = 3
-    forward = _forward_transpose
+    forward = _forward_transpose(3)

@@ -17,7 +17,7 @@ from memsave import spec
 from memsave.spec import Layer
 
 from .._xla import as_kept, on_gpu
-from ..function import Function, Grads, Mask, Saved, Shapes, define, is_number
+from ..function import Function, Grads, Mask, Saved, Shapes, cast, define, is_number
 
 SELU_SCALE, SELU_ALPHA = 1.0507009873554804934193349852946, 1.6732632423543772848170429916717
 
@@ -85,7 +85,8 @@ def _wide(x: Array) -> Array:
 
 def _times_sigmoid(g: Array, x: Array) -> Array:
     s = jax.nn.sigmoid(_wide(x))
-    return (g.astype(s.dtype) * s).astype(g.dtype)  # (of 8 bits, JAX widens nothing by itself)
+    # (Of 8 bits, JAX widens nothing by itself.)
+    return cast(cast(g, s.dtype) * s, g.dtype)
 
 
 def _softplus_gradient(
@@ -100,8 +101,8 @@ def _mish_gradient(g: Array, x: Array) -> Array:
     s = jax.nn.sigmoid(_wide(x))
     rest = lax.square(1 - s)
     part = 1 / (1 + rest)
-    slope = part * (s * (2 - s) + x.astype(s.dtype) * (4 * s * rest * part))
-    return (g.astype(s.dtype) * slope).astype(g.dtype)
+    slope = part * (s * (2 - s) + cast(x, s.dtype) * (4 * s * rest * part))
+    return cast(cast(g, s.dtype) * slope, g.dtype)
 
 
 def gelu_primal(x: Array, *, approximate: str = "tanh") -> Array:
