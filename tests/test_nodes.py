@@ -660,20 +660,25 @@ def test_logits_of_images(
 @of_classes
 @by_probabilities
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("shape", [(300, 50), (9, 5000), (3, 50, 300), (3, 100, 129)], ids=str)
 def test_cross_entropy_in_16_bits(
-    dtype: torch.dtype, by_probabilities: bool, options: dict[str, Any]
+    shape: tuple[int, ...], dtype: torch.dtype, by_probabilities: bool, options: dict[str, Any]
 ) -> None:
-    """Rounded once, also where a probability is near 1, which has few digits itself."""
-    options = _in_dtype(options, dtype)
+    """Rounded once, also where a probability is near 1, which has few digits itself; and of more
+    classes than are put aside.
+    """
+    classes, options = shape[1], _in_dtype(options, dtype)
     if "weight" in options:
-        options["weight"] = options["weight"].repeat(13)[:50]
-    x = (4 * torch.randn(300, 50, generator=torch.Generator().manual_seed(0))).to(dtype)
-    target = torch.arange(300) % 50
-    x[torch.arange(100), target[:100]] = 12
+        options["weight"] = options["weight"].repeat(classes)[:classes]
+    x = (4 * torch.randn(shape, generator=torch.Generator().manual_seed(0))).to(dtype)
+    target = torch.arange(x[:, 0].numel()).view(x[:, 0].shape) % classes
+    near = nn.functional.one_hot(target, classes).movedim(-1, 1).bool()
+    near[shape[0] // 3 :] = False
+    x[near] = 12
     if by_probabilities:
-        target = _probabilities(target, 50).to(dtype)
+        target = _probabilities(target, classes).to(dtype)
     else:
-        target[-1] = -100
+        target.view(-1)[-1] = -100
     loss = memsave.functional.cross_entropy(x.requires_grad_(), target, **options)
     assert _has_node_of_loss(loss, by_probabilities, options)
     (dx,) = torch.autograd.grad(loss, x)

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "exponential.h"
+#include "float16.h"
 
 static inline float largest_float(const float *x, size count) {
     float largest = -INFINITY;
@@ -40,13 +41,40 @@ static inline float largest_float16(const uint16_t *x, size count) { return of_f
     for (size i = 0; weights && i < features; i++) of_all += LOAD(weights[i]);          \
     of_all *= rows->smoothing / features; /* what is smoothed, in sum */
 
-/* Gradients of cross-entropy. Of 16 bits the exponentials are computed twice, as they cannot be put aside. */
+/* Of a part of a row: its elements as floats; where to put floats aside, and y made of these. Of 16 bits there is a
+   block for them, which is soon full. */
+INLINE const float *widened_float(const float *x, float *block, size count) { return (void)block, (void)count, x; }
+
+INLINE const float *widened_bfloat16(const uint16_t *x, float *block, size count) {
+    EACH for (size k = 0; k < count; k++) block[k] = of_bfloat16(x[k]);
+    return block;
+}
+
+INLINE const float *widened_float16(const uint16_t *x, float *block, size count) {
+    widen(x, block, count);
+    return block;
+}
+
+INLINE float *aside_float(float *y, float *block) { return (void)block, y; }
+INLINE float *aside_bfloat16(uint16_t *y, float *block) { return (void)y, block; }
+INLINE float *aside_float16(uint16_t *y, float *block) { return (void)y, block; }
+
+INLINE void narrowed_float(const float *block, float *y, size count) { (void)block, (void)y, (void)count; }
+
+INLINE void narrowed_bfloat16(const float *block, uint16_t *y, size count) {
+    EACH for (size k = 0; k < count; k++) y[k] = back_to_bfloat16(block[k]);
+}
+
+INLINE void narrowed_float16(const float *block, uint16_t *y, size count) { narrow(block, y, count, 1); }
+
+/* Gradients of cross-entropy. Of 16 bits the exponentials of a row that is long are computed twice. */
 #define SOFTMAX(NAME, STORED, LOAD, STORE, IS_SHORT)                                    \
     WIDE_LOOP void softmax_##NAME(const void *work, size start, size end, size thread) { \
         const Softmax *rows = work;                                                     \
         WISHES(STORED, LOAD)                                                            \
         const STORED *of_each = wishes || each ? weights : NULL; /* else only the row's class has one to count */ \
-        float wished[BLOCK_OF_ROW];                                                     \
+        const int again = IS_SHORT && features > BLOCK_OF_ROW;                          \
+        float wished[BLOCK_OF_ROW], block[BLOCK_OF_ROW];                                \
         (void)thread;                                                                   \
         for (size k = 0; k < BLOCK_OF_ROW; k++) wished[k] = each;                       \
         for (size row = start; row < end; row++) {                                      \
@@ -55,10 +83,15 @@ static inline float largest_float16(const uint16_t *x, size count) { return of_f
             STORED *y = (STORED *)rows->y + row * features;                             \
             const float largest = largest_##NAME(x, features), factor = rows->factors[row]; \
             float sum = 0, total = 0, own = 0;                                          \
-            SUMMED(sum) for (size i = 0; i < features; i++) {                           \
-                const float e = exp_of(LOAD(x[i]) - largest, IS_SHORT);                 \
-                if (!IS_SHORT) y[i] = STORE(e);                                         \
-                sum += e;                                                               \
+            for (size first = 0; first < features; first += BLOCK_OF_ROW) {             \
+                const size count = at_most(features - first, BLOCK_OF_ROW);             \
+                const float *from = widened_##NAME(x + first, block, count);            \
+                float *to = aside_##NAME(y + first, block);                             \
+                SUMMED(sum) for (size k = 0; k < count; k++) {                          \
+                    const float e = exp_of(from[k] - largest, IS_SHORT);                \
+                    to[k] = e;                                                          \
+                    sum += e;                                                           \
+                }                                                                       \
             }                                                                           \
             const size class = q ? -1 : (size)rows->classes[row];                       \
             if (q) {                                                                    \
@@ -72,13 +105,14 @@ static inline float largest_float16(const uint16_t *x, size count) { return of_f
             const float scale = factor * total / sum;                                   \
             for (size first = 0; first < features; first += BLOCK_OF_ROW) {             \
                 const size count = at_most(features - first, BLOCK_OF_ROW);             \
-                const STORED *from = x + first;                                         \
-                STORED *to = y + first;                                                 \
+                float *to = aside_##NAME(y + first, block);                             \
                 WISHED(LOAD, q ? q + first : NULL, of_each ? of_each + first : NULL, count) \
-                EACH for (size k = 0; k < count; k++) {                                 \
-                    const float e = IS_SHORT ? exp_of(LOAD(from[k]) - largest, IS_SHORT) : LOAD(to[k]); \
-                    to[k] = STORE(e * scale - factor * wished[k]);                      \
+                if (again) {                                                            \
+                    const float *from = widened_##NAME(x + first, block, count);        \
+                    EACH for (size k = 0; k < count; k++) to[k] = exp_of(from[k] - largest, IS_SHORT); \
                 }                                                                       \
+                EACH for (size k = 0; k < count; k++) to[k] = to[k] * scale - factor * wished[k]; \
+                narrowed_##NAME(block, y + first, count);                               \
             }                                                                           \
             if (own != 0) {                                                             \
                 const float p = exp_of(LOAD(x[class]) - largest, IS_SHORT) * scale;     \
@@ -90,13 +124,17 @@ SOFTMAX(float, float, , , 0)
 SOFTMAX(bfloat16, uint16_t, of_bfloat16, back_to_bfloat16, 1)
 SOFTMAX(float16, uint16_t, of_float16, to_float16, 1)
 
-/* The same of images, whose places lie beside each other: several at a time. */
-enum { PLACES_AT_ONCE = 128 };
+/* The same of images, whose places lie beside each other: several at a time. Of 16 bits there is a block for those
+   of not too many classes. */
+enum { PLACES_AT_ONCE = 128, CLASSES_OF_BLOCK = 64 };
 #define SOFTMAX_OF_IMAGES(NAME, STORED, LOAD, STORE, IS_SHORT)                          \
     WIDE_LOOP void image_softmax_##NAME(const void *work, size start, size end, size thread) { \
         const Softmax *rows = work;                                                     \
         WISHES(STORED, LOAD)                                                            \
         const size step = rows->places;                                                 \
+        const int anew = !IS_SHORT || features > CLASSES_OF_BLOCK;                      \
+        const size apart = anew ? 0 : PLACES_AT_ONCE;                                   \
+        float block[CLASSES_OF_BLOCK * PLACES_AT_ONCE];                                 \
         (void)thread;                                                                   \
         for (size count; start < end; start += count) {                                 \
             const size place = start % step, first = start / step * features * step + place; \
@@ -109,15 +147,19 @@ enum { PLACES_AT_ONCE = 128 };
             for (size k = 0; k < count; k++) {                                          \
                 largest[k] = -INFINITY, sum[k] = total[k] = own[k] = 0, wished[k] = each; \
             }                                                                           \
-            for (size i = 0; i < features * step; i += step)                            \
-                EACH for (size k = 0; k < count; k++)                                   \
-                    largest[k] = LOAD(x[i + k]) > largest[k] ? LOAD(x[i + k]) : largest[k]; \
-            for (size i = 0; i < features * step; i += step)                            \
+            for (size i = 0; i < features; i++) {                                       \
+                const float *from = widened_##NAME(x + i * step, block + i * apart, count); \
+                EACH for (size k = 0; k < count; k++) largest[k] = from[k] > largest[k] ? from[k] : largest[k]; \
+            }                                                                           \
+            for (size i = 0; i < features; i++) {                                       \
+                float *here = block + i * apart, *to = aside_##NAME(y + i * step, here); \
+                const float *from = anew ? widened_##NAME(x + i * step, here, count) : here; \
                 EACH for (size k = 0; k < count; k++) {                                 \
-                    const float e = exp_of(LOAD(x[i + k]) - largest[k], IS_SHORT);      \
-                    if (!IS_SHORT) y[i + k] = STORE(e);                                 \
+                    const float e = exp_of(from[k] - largest[k], IS_SHORT);             \
+                    to[k] = e;                                                          \
                     sum[k] += e;                                                        \
                 }                                                                       \
+            }                                                                           \
             for (size i = 0; q && i < features; i++) {                                  \
                 const float weight = weights ? LOAD(weights[i]) : 1;                    \
                 EACH for (size k = 0; k < count; k++) total[k] += LOAD(q[i * step + k]) * weight; \
@@ -132,13 +174,16 @@ enum { PLACES_AT_ONCE = 128 };
             for (size k = 0; k < count; k++) scale[k] = factors[k] * total[k] / sum[k]; \
             for (size i = 0; i < features; i++) {                                       \
                 const float weight = weights ? LOAD(weights[i]) : 1;                    \
-                const STORED *from = x + i * step, *of_each = NULL;                     \
-                STORED *to = y + i * step;                                              \
+                const STORED *of_each = NULL;                                           \
+                float *here = block + i * apart, *to = aside_##NAME(y + i * step, here); \
                 WISHED(LOAD, q ? q + i * step : NULL, of_each, count)                   \
-                EACH for (size k = 0; k < count; k++) {                                 \
-                    const float e = IS_SHORT ? exp_of(LOAD(from[k]) - largest[k], IS_SHORT) : LOAD(to[k]); \
-                    to[k] = STORE(e * scale[k] - factors[k] * wished[k] * weight);      \
+                if (IS_SHORT && anew) {                                                 \
+                    const float *from = widened_##NAME(x + i * step, here, count);      \
+                    EACH for (size k = 0; k < count; k++) to[k] = exp_of(from[k] - largest[k], IS_SHORT); \
                 }                                                                       \
+                EACH for (size k = 0; k < count; k++)                                   \
+                    to[k] = to[k] * scale[k] - factors[k] * wished[k] * weight;         \
+                narrowed_##NAME(here, y + i * step, count);                             \
             }                                                                           \
             for (size k = 0; k < count; k++) {                                          \
                 if (own[k] == 0) continue;                                              \
