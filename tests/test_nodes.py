@@ -346,9 +346,12 @@ def test_batch_norm_in_16_bits(weight_dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("size", [64, 65, 1000, 32768, 65536, 98304, 98305, 98304 + 128])
-def test_zeros_of_softshrink_have_the_signs_of_torch(size: int, threads: int) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=str)
+def test_zeros_of_softshrink_have_the_signs_of_torch(
+    dtype: torch.dtype, size: int, threads: int
+) -> None:
     """Those of ``x`` where torch fills no vectors, + elsewhere."""
-    x = torch.randn(size, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    x = torch.randn(size, generator=torch.Generator().manual_seed(0)).to(dtype).requires_grad_()
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -356,7 +359,21 @@ def test_zeros_of_softshrink_have_the_signs_of_torch(size: int, threads: int) ->
     finally:
         torch.set_num_threads(before)
     assert y.grad_fn.name() == "MemsaveSoftshrinkBackward"  # type: ignore[union-attr]
-    assert y.view(torch.int32).equal(expected.view(torch.int32))
+    assert y.view(torch.uint8).equal(expected.view(torch.uint8))
+
+
+@pytest.mark.usefixtures("by_nodes_and_by_rules")
+@pytest.mark.parametrize("lambd", [0.0, 1e-6, 0.3, 2.7])
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_softshrink_of_every_number_of_16_bits(dtype: torch.dtype, lambd: float) -> None:
+    """Torch rounds ``lambd`` for the gradient, but not for the output."""
+    x = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype).requires_grad_()
+    y, expected = F.softshrink(x, lambd), nn.functional.softshrink(x, lambd)
+    finite = ~x.isnan()  # (Of nan, torch's gradient depends on where it lies.)
+    assert y.isnan().equal(expected.isnan())
+    assert y[finite].view(torch.int16).equal(expected[finite].view(torch.int16))
+    dx, wanted = (torch.autograd.grad(out, x, x.detach())[0][finite] for out in (y, expected))
+    same(dx, wanted, rtol=0, atol=0)
 
 
 INVERTIBLE = [

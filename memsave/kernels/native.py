@@ -91,9 +91,7 @@ def piecewise(
     if name not in PIECEWISE or (name in AS_X and not inplace and not is_as_result(x)):
         return None
     size = x.numel()  # (which may be a symbol)
-    if name != "softshrink" or (
-        type(size) is int and x.itemsize >= 4 and _native.fills_vectors(size)
-    ):
+    if name != "softshrink" or (type(size) is int and _native.fills_vectors(size)):
         return _native.to_bits(PIECEWISE[name], x, inplace, None, low, high)
     op, test = PIECES[name]
     within, *bounds = test(low, high)

@@ -48,7 +48,7 @@ static const struct {
     FLOATS(part),
     {"relu", 0, {relu_float, relu_double, relu_bfloat16, relu_float16}},
     FLOATS(leaky_relu), FLOATS(hardtanh), FLOATS(threshold), FLOATS(hardshrink),
-    {"softshrink", 0, {softshrink_float, softshrink_double}}, FLOATS(hardsigmoid), FLOATS(above), FLOATS(within), FLOATS(not_outside),
+    FLOATS(softshrink), FLOATS(hardsigmoid), FLOATS(above), FLOATS(within), FLOATS(not_outside),
     FLOATS(not_inside), FLOATS(scale), FLOATS(scale_channels),
     {"nonzero", 1, {nonzero}},
     CURVES(rest), CURVES(tanh2), CURVES(logistic),

@@ -89,12 +89,18 @@ OF_FLOATS(double, double, double, , , , LOOP)
 OF_FLOATS(bfloat16, float, uint16_t, of_bfloat16, back_to_bfloat16, as_bfloat16, WIDE_LOOP)
 
 /* (relu has 0 for a. Where subnormals are to be 0, it is subtraction that makes them so, as torch's maximum does.) */
-#define OF_WIDE_FLOATS(T)                                                               \
-    TO_BITS(relu_##T, T, T, , , uint32_t, flag = !(v <= 0); y[j] = (v < 0 ? 0 : v) - a) \
-    TO_BITS(softshrink_##T, T, T, , , uint32_t, const int within = (v >= a) & (v <= b); \
-            const T w = v < a ? v - a : v - b; flag = !within; y[j] = within ? 0 : w)
-OF_WIDE_FLOATS(float)
-OF_WIDE_FLOATS(double)
+#define RELU(T) TO_BITS(relu_##T, T, T, , , uint32_t, flag = !(v <= 0); y[j] = (v < 0 ? 0 : v) - a)
+RELU(float)
+RELU(double)
+
+/* (Of 16 bits, torch's output does not round the numbers, but its gradient does.) */
+#define SOFTSHRINK(NAME, T, STORED, LOAD, STORE, LOW, HIGH)                             \
+    TO_BITS(softshrink_##NAME, T, STORED, LOAD, STORE, uint32_t, const T w = v < a ? v - a : v - b; \
+            flag = !((v >= LOW) & (v <= HIGH)); y[j] = (v >= a) & (v <= b) ? 0 : STORE(w))
+SOFTSHRINK(float, float, float, , , a, b)
+SOFTSHRINK(double, double, double, , , a, b)
+SOFTSHRINK(bfloat16, float, uint16_t, of_bfloat16, back_to_bfloat16, near_a, near_b)
+SOFTSHRINK(short_float, float, float, , , near_float16(a), near_float16(b))
 
 /* bfloat16 and float16 as integers. */
 #define RELU_OF_HALF(NAME, INFINITE)                                                    \

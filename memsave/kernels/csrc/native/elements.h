@@ -64,6 +64,8 @@ static inline uint16_t to_float16(float value) {
     return (uint16_t)(sign | (size > 0x7f800000 ? 0x7e00 : half));
 }
 
+static inline float near_float16(float value) { return of_float16(to_float16(value)); }
+
 /* Elements are STORED, and LOADed to be computed as T; near the two numbers are those that can be stored. */
 #define ARRAYS(T, STORED, LOAD, STORE)                                                  \
     const Arrays *arrays = work;                                                        \

@@ -12,7 +12,7 @@ enum { WIDENED = 1024, AT_ONCE = 32 };
 INLINE Arrays widened(const Arrays *half, float *x, float *also, float *y, int rounds) {
     Arrays arrays = *half;
     arrays.x = x, arrays.also = also, arrays.y = y;
-    if (rounds) arrays.a = of_float16(to_float16((float)half->a)), arrays.b = of_float16(to_float16((float)half->b));
+    if (rounds) arrays.a = near_float16((float)half->a), arrays.b = near_float16((float)half->b);
     return arrays;
 }
 
@@ -69,6 +69,7 @@ OF_FLOAT16(not_outside, 0, 0)
 OF_FLOAT16(not_inside, 1, 0)
 OF_FLOAT16(scale, 0, 1)
 OF_FLOAT16(part, 0, 1)
+BY_FLOATS(softshrink, softshrink_short_float, 0, 1)
 OF_CURVES(short_float, float, , , 1)
 BY_FLOATS(rest, rest_short_float, 0, 1)
 BY_FLOATS(tanh2, tanh2_short_float, 0, 1)

@@ -47,8 +47,7 @@ PyObject *bits(PyObject *, PyObject *const *args, Py_ssize_t count) {
         if (kind >= HARDSIGMOID && x->scalar_type() == at::kDouble) Py_RETURN_NONE;
         if (!from_bits(*x, family) || !(kernel = to_bits(*x, kind, true))) Py_RETURN_NONE;
     } else {
-        const bool fills = x->element_size() >= 4 && fills_vectors(x->numel(), at::get_num_threads());
-        by_torch = output == OF_SOFTSHRINK && !fills;
+        by_torch = output == OF_SOFTSHRINK && !fills_vectors(x->numel(), at::get_num_threads());
         loop = loop_for(by_torch ? family_of[NOT_INSIDE] : forward, x->scalar_type());
         if (!loop || !loop_for(family_of[family], x->scalar_type())) Py_RETURN_NONE;
     }
