@@ -31,7 +31,7 @@ from .memory import (
 from .reference import AS_X, PIECES, TESTS, Like, Rows, Windows
 
 #: That of csrc/loops.h.
-INTERFACE = 27
+INTERFACE = 28
 
 
 def check(module: ModuleType) -> None:

@@ -9,7 +9,7 @@
 
 /* To be counted up, in native.py too, with each change of what is below or of what Python calls: so that
    nothing runs that was compiled from another state of the sources. */
-enum { INTERFACE = 27 };
+enum { INTERFACE = 28 };
 
 /* Kinds of numbers. */
 enum { OF_FLOAT, OF_DOUBLE, OF_BFLOAT16, OF_FLOAT16 };
@@ -80,6 +80,7 @@ typedef struct {
     void *y;
     ptrdiff_t features, places;
     double smoothing;
+    float *aside; /* of native.c, for exponentials of each thread; or NULL */
 } Softmax;
 
 /* A Mersenne twister, as torch has it: the next word to take, and how many there are until all are made

@@ -77,12 +77,18 @@ static void run_batch_norm(const BatchNorm *norm, int is_double, size threads) {
     (is_double ? end_batch_norm_double : end_batch_norm_float)(norm);
 }
 
-static void run_softmax(const Softmax *rows, int kind, size count, size threads) {
+/* (Of rows that are very long, memory would be a part of what they take themselves.) */
+enum { MOST_ASIDE = 1 << 20 };
+
+static void run_softmax(const Softmax *given, int kind, size count, size threads) {
     Loop *const loops[2][4] = {{softmax_float, NULL, softmax_bfloat16, softmax_float16},
                                {image_softmax_float, NULL, image_softmax_bfloat16, image_softmax_float16}};
-    const int of_images = rows->places > 1;
-    run((Task){loops[of_images][kind], rows, count, of_images ? PLACES_AT_ONCE : 1}, threads,
-        count * rows->features);
+    Softmax rows = *given;
+    const int of_images = rows.places > 1;
+    const size at_once = of_images ? PLACES_AT_ONCE : 1, floats = rows.features * at_once;
+    rows.aside = kind && floats <= MOST_ASIDE ? malloc((size_t)(threads * floats) * sizeof *rows.aside) : NULL;
+    run((Task){loops[of_images][kind], &rows, count, at_once}, threads, count * rows.features);
+    free(rows.aside);
 }
 
 /* Of elements of 2, 4 or 8 bytes. */

@@ -41,8 +41,8 @@ static inline float largest_float16(const uint16_t *x, size count) { return of_f
     for (size i = 0; weights && i < features; i++) of_all += LOAD(weights[i]);          \
     of_all *= rows->smoothing / features; /* what is smoothed, in sum */
 
-/* Of a part of a row: its elements as floats; where to put floats aside, and y made of these. Of 16 bits there is a
-   block for them, which is soon full. */
+/* Of a part of a row: its elements as floats; where to put floats aside, and y made of these. (Of 16 bits in a block
+   of floats, those of 32 in y itself.) */
 INLINE const float *widened_float(const float *x, float *block, size count) { return (void)block, (void)count, x; }
 
 INLINE const float *widened_bfloat16(const uint16_t *x, float *block, size count) {
@@ -67,15 +67,15 @@ INLINE void narrowed_bfloat16(const float *block, uint16_t *y, size count) {
 
 INLINE void narrowed_float16(const float *block, uint16_t *y, size count) { narrow(block, y, count, 1); }
 
-/* Gradients of cross-entropy. Of 16 bits the exponentials of a row that is long are computed twice. */
+/* Gradients of cross-entropy. Of 16 bits the exponentials are computed twice where there is no memory to put them
+   aside. */
 #define SOFTMAX(NAME, STORED, LOAD, STORE, IS_SHORT)                                    \
     WIDE_LOOP void softmax_##NAME(const void *work, size start, size end, size thread) { \
         const Softmax *rows = work;                                                     \
         WISHES(STORED, LOAD)                                                            \
         const STORED *of_each = wishes || each ? weights : NULL; /* else only the row's class has one to count */ \
-        const int again = IS_SHORT && features > BLOCK_OF_ROW;                          \
+        float *const aside = rows->aside ? rows->aside + thread * features : NULL;      \
         float wished[BLOCK_OF_ROW], block[BLOCK_OF_ROW];                                \
-        (void)thread;                                                                   \
         for (size k = 0; k < BLOCK_OF_ROW; k++) wished[k] = each;                       \
         for (size row = start; row < end; row++) {                                      \
             const STORED *x = (const STORED *)rows->x + row * features;                 \
@@ -85,8 +85,8 @@ INLINE void narrowed_float16(const float *block, uint16_t *y, size count) { narr
             float sum = 0, total = 0, own = 0;                                          \
             for (size first = 0; first < features; first += BLOCK_OF_ROW) {             \
                 const size count = at_most(features - first, BLOCK_OF_ROW);             \
-                const float *from = widened_##NAME(x + first, block, count);            \
-                float *to = aside_##NAME(y + first, block);                             \
+                float *here = aside ? aside + first : block, *to = aside_##NAME(y + first, here); \
+                const float *from = widened_##NAME(x + first, here, count);             \
                 SUMMED(sum) for (size k = 0; k < count; k++) {                          \
                     const float e = exp_of(from[k] - largest, IS_SHORT);                \
                     to[k] = e;                                                          \
@@ -105,14 +105,14 @@ INLINE void narrowed_float16(const float *block, uint16_t *y, size count) { narr
             const float scale = factor * total / sum;                                   \
             for (size first = 0; first < features; first += BLOCK_OF_ROW) {             \
                 const size count = at_most(features - first, BLOCK_OF_ROW);             \
-                float *to = aside_##NAME(y + first, block);                             \
+                float *here = aside ? aside + first : block, *to = aside_##NAME(y + first, here); \
                 WISHED(LOAD, q ? q + first : NULL, of_each ? of_each + first : NULL, count) \
-                if (again) {                                                            \
-                    const float *from = widened_##NAME(x + first, block, count);        \
+                if (IS_SHORT && !aside) {                                               \
+                    const float *from = widened_##NAME(x + first, here, count);         \
                     EACH for (size k = 0; k < count; k++) to[k] = exp_of(from[k] - largest, IS_SHORT); \
                 }                                                                       \
                 EACH for (size k = 0; k < count; k++) to[k] = to[k] * scale - factor * wished[k]; \
-                narrowed_##NAME(block, y + first, count);                               \
+                narrowed_##NAME(here, y + first, count);                                \
             }                                                                           \
             if (own != 0) {                                                             \
                 const float p = exp_of(LOAD(x[class]) - largest, IS_SHORT) * scale;     \
@@ -124,18 +124,15 @@ SOFTMAX(float, float, , , 0)
 SOFTMAX(bfloat16, uint16_t, of_bfloat16, back_to_bfloat16, 1)
 SOFTMAX(float16, uint16_t, of_float16, to_float16, 1)
 
-/* The same of images, whose places lie beside each other: several at a time. Of 16 bits there is a block for those
-   of not too many classes. */
-enum { PLACES_AT_ONCE = 128, CLASSES_OF_BLOCK = 64 };
+/* The same of images, whose places lie beside each other: several at a time. */
+enum { PLACES_AT_ONCE = 128 };
 #define SOFTMAX_OF_IMAGES(NAME, STORED, LOAD, STORE, IS_SHORT)                          \
     WIDE_LOOP void image_softmax_##NAME(const void *work, size start, size end, size thread) { \
         const Softmax *rows = work;                                                     \
         WISHES(STORED, LOAD)                                                            \
         const size step = rows->places;                                                 \
-        const int anew = !IS_SHORT || features > CLASSES_OF_BLOCK;                      \
-        const size apart = anew ? 0 : PLACES_AT_ONCE;                                   \
-        float block[CLASSES_OF_BLOCK * PLACES_AT_ONCE];                                 \
-        (void)thread;                                                                   \
+        float *const aside = rows->aside ? rows->aside + thread * features * PLACES_AT_ONCE : NULL; \
+        float block[PLACES_AT_ONCE];                                                    \
         for (size count; start < end; start += count) {                                 \
             const size place = start % step, first = start / step * features * step + place; \
             count = at_most(at_most(PLACES_AT_ONCE, step - place), end - start);        \
@@ -148,12 +145,13 @@ enum { PLACES_AT_ONCE = 128, CLASSES_OF_BLOCK = 64 };
                 largest[k] = -INFINITY, sum[k] = total[k] = own[k] = 0, wished[k] = each; \
             }                                                                           \
             for (size i = 0; i < features; i++) {                                       \
-                const float *from = widened_##NAME(x + i * step, block + i * apart, count); \
+                float *here = aside ? aside + i * PLACES_AT_ONCE : block;               \
+                const float *from = widened_##NAME(x + i * step, here, count);          \
                 EACH for (size k = 0; k < count; k++) largest[k] = from[k] > largest[k] ? from[k] : largest[k]; \
             }                                                                           \
             for (size i = 0; i < features; i++) {                                       \
-                float *here = block + i * apart, *to = aside_##NAME(y + i * step, here); \
-                const float *from = anew ? widened_##NAME(x + i * step, here, count) : here; \
+                float *here = aside ? aside + i * PLACES_AT_ONCE : block, *to = aside_##NAME(y + i * step, here); \
+                const float *from = aside ? here : widened_##NAME(x + i * step, here, count); \
                 EACH for (size k = 0; k < count; k++) {                                 \
                     const float e = exp_of(from[k] - largest[k], IS_SHORT);             \
                     to[k] = e;                                                          \
@@ -175,9 +173,9 @@ enum { PLACES_AT_ONCE = 128, CLASSES_OF_BLOCK = 64 };
             for (size i = 0; i < features; i++) {                                       \
                 const float weight = weights ? LOAD(weights[i]) : 1;                    \
                 const STORED *of_each = NULL;                                           \
-                float *here = block + i * apart, *to = aside_##NAME(y + i * step, here); \
+                float *here = aside ? aside + i * PLACES_AT_ONCE : block, *to = aside_##NAME(y + i * step, here); \
                 WISHED(LOAD, q ? q + i * step : NULL, of_each, count)                   \
-                if (IS_SHORT && anew) {                                                 \
+                if (IS_SHORT && !aside) {                                               \
                     const float *from = widened_##NAME(x + i * step, here, count);      \
                     EACH for (size k = 0; k < count; k++) to[k] = exp_of(from[k] - largest[k], IS_SHORT); \
                 }                                                                       \

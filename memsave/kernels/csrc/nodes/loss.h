@@ -185,7 +185,7 @@ Tensor cross_entropy_backward(AutogradContext *ctx, const Tensor &given) {
         const void *probabilities = classed ? nullptr : target.const_data_ptr();
         const void *weights = weight.defined() ? weight.const_data_ptr() : nullptr;
         const Softmax softmax = {x.const_data_ptr(), h.const_data_ptr<float>(), classed, probabilities, weights,
-                                 dx.mutable_data_ptr(), classes, places, smoothing};
+                                 dx.mutable_data_ptr(), classes, places, smoothing, nullptr};
         loops->softmax(&softmax, kind_of(own), rows, at::get_num_threads());
         return dx;
     }
