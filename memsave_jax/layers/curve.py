@@ -139,6 +139,18 @@ def _tanh_gradient(g: Array, y: Array) -> Array:
     return half + half * y
 
 
+def _elu_slope(g: Array, x: Array, *, alpha: float = 1.0) -> Array:
+    return jnp.where(x > 0, g, g * (alpha * jnp.exp(_negative(x))))
+
+
+def _celu_slope(g: Array, x: Array, *, alpha: float = 1.0) -> Array:
+    return jnp.where(x > 0, g, g * jnp.exp(_negative(x) / alpha))
+
+
+def _selu_slope(g: Array, x: Array) -> Array:
+    return jnp.where(x > 0, g * SELU_SCALE, g * (SELU_SCALE * SELU_ALPHA * jnp.exp(_negative(x))))
+
+
 def _elu_gradient(g: Array, y: Array, *, alpha: float = 1.0) -> Array:
     return jnp.where(y > 0, g, g * (_negative(y) + alpha))
 
@@ -166,11 +178,11 @@ _sigmoid = _from_output(spec.SIGMOID, jax.nn.sigmoid, lambda g, y: g * (y * (1 -
 _tanh = _from_output(spec.TANH, jnp.tanh, _tanh_gradient)
 _softmax = define(spec.SOFTMAX, _softmax_primal, _softmax_bwd)
 _log_softmax = define(spec.LOG_SOFTMAX, _log_softmax_primal, _log_softmax_bwd)
-_elu = _from_input(spec.ELU, jax.nn.elu)
+_elu = _from_input(spec.ELU, jax.nn.elu, gradient=_elu_slope)
 _elu_from_output = _from_output(spec.ELU_FROM_OUTPUT, jax.nn.elu, _elu_gradient)
-_celu = _from_input(spec.CELU, jax.nn.celu)
+_celu = _from_input(spec.CELU, jax.nn.celu, gradient=_celu_slope)
 _celu_from_output = _from_output(spec.CELU_FROM_OUTPUT, jax.nn.celu, _celu_gradient)
-_selu = _from_input(spec.SELU, jax.nn.selu)
+_selu = _from_input(spec.SELU, jax.nn.selu, gradient=_selu_slope)
 _selu_from_output = _from_output(spec.SELU_FROM_OUTPUT, jax.nn.selu, _selu_gradient)
 _softplus = _from_input(spec.SOFTPLUS, _softplus_primal, gradient=_softplus_gradient)
 _softplus_from_output = _from_output(
