@@ -677,7 +677,7 @@ def test_logits_of_images(
 @of_classes
 @by_probabilities
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-@pytest.mark.parametrize("shape", [(300, 50), (9, 5000), (3, 100, 129)], ids=str)
+@pytest.mark.parametrize("shape", [(300, 50), (9, 5000), (3, 100, 129), (9, 30, 256)], ids=str)
 def test_cross_entropy_in_16_bits(
     shape: tuple[int, ...], dtype: torch.dtype, by_probabilities: bool, options: dict[str, Any]
 ) -> None:

@@ -77,16 +77,15 @@ static void run_batch_norm(const BatchNorm *norm, int is_double, size threads) {
     (is_double ? end_batch_norm_double : end_batch_norm_float)(norm);
 }
 
-/* (Of rows that are very long, memory would be a part of what they take themselves.) */
-enum { MOST_ASIDE = 1 << 20 };
-
 static void run_softmax(const Softmax *given, int kind, size count, size threads) {
     Loop *const loops[2][4] = {{softmax_float, NULL, softmax_bfloat16, softmax_float16},
                                {image_softmax_float, NULL, image_softmax_bfloat16, image_softmax_float16}};
     Softmax rows = *given;
     const int of_images = rows.places > 1;
-    const size at_once = of_images ? PLACES_AT_ONCE : 1, floats = rows.features * at_once;
-    rows.aside = kind && floats <= MOST_ASIDE ? malloc((size_t)(threads * floats) * sizeof *rows.aside) : NULL;
+    const size at_once = of_images ? PLACES_AT_ONCE : 1, floats = threads * at_once * rows.features;
+    /* (At most a quarter of what the gradient takes, in 16 bits.) */
+    const int is_little = floats <= count * rows.features / 8;
+    rows.aside = kind != OF_FLOAT && is_little ? malloc((size_t)floats * sizeof *rows.aside) : NULL;
     run((Task){loops[of_images][kind], &rows, count, at_once}, threads, count * rows.features);
     free(rows.aside);
 }

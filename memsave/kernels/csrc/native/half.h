@@ -41,7 +41,7 @@ static void in_floats(Loop *loop, const Arrays *half, size start, size end, size
             eights_widened((const uint16_t *)half->x + start, values, AT_ONCE);         \
             if (half->also) eights_widened((const uint16_t *)half->also + start, others, AT_ONCE); \
             if (half->bits) arrays.bits = half->bits + start / 8;                       \
-            LOOP_OF_FLOATS##_inline(&arrays, 0, AT_ONCE, 0);                           \
+            LOOP_OF_FLOATS##_inline(&arrays, 0, AT_ONCE, 0);                            \
             if (WRITES) eights_narrowed(made, (uint16_t *)half->y + start, AT_ONCE, 1); \
         }                                                                               \
         return start - first;                                                           \
