@@ -599,6 +599,21 @@ def test_slopes_in_16_bits(name: str, dtype: torch.dtype) -> None:
 
 
 @needs_nodes
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_log_sigmoid_in_pieces(memory_format: torch.memory_format, dtype: torch.dtype) -> None:
+    """Of what is large: torch's to the bit, and laid out as torch's."""
+    images = 2**24 // (3 * 1001 * 999 * dtype.itemsize) + 2
+    generator = torch.Generator().manual_seed(0)
+    x = (10 * torch.randn(images, 3, 1001, 999, generator=generator)).to(dtype)
+    x = x.to(memory_format=memory_format)[1:].requires_grad_()  # from within its memory
+    y, expected = F.logsigmoid(x), nn.functional.logsigmoid(x)
+    assert type(y.grad_fn).__name__ == "MemsaveLayerBackward"
+    assert y.stride() == expected.stride()
+    assert torch.equal(y, expected)
+
+
+@needs_nodes
 @pytest.mark.parametrize("g", [1e10, torch.inf])
 def test_slopes_below_the_normal_numbers(g: float) -> None:
     """Of which large gradients make normal ones."""

@@ -13,6 +13,23 @@ enum Curve : int64_t { LOGSIGMOID, TANHSHRINK, ELU_FROM_OUTPUT, SOFTPLUS_FROM_OU
 
 Backward curve_backward;
 
+/* Elements, and bytes from which on an array is memory that the C library has to ask for. */
+constexpr int64_t PIECE = 1 << 18, LARGE = 1 << 24;
+
+/* By torch, which puts something aside of each element that nobody reads here: of what is large, that goes where
+   that of the piece before was, and stays in the cache. */
+Tensor log_sigmoid_of(const Tensor &x) {
+    if (!x.is_cpu() || !x.is_contiguous() || (int64_t)x.nbytes() <= LARGE) return at::log_sigmoid(x);
+    const Tensor y = memory(x.sizes(), x.scalar_type()), aside = memory({PIECE}, x.scalar_type());
+    for (int64_t start = 0; start < x.numel(); start += PIECE) {
+        const int64_t size = std::min(PIECE, x.numel() - start);
+        const auto piece = [&](const Tensor &t) { return t.as_strided({size}, {1}, t.storage_offset() + start); };
+        Tensor of_y = piece(y), of_aside = aside.narrow(0, 0, size);
+        at::log_sigmoid_forward_out(of_y, of_aside, piece(x));
+    }
+    return y;
+}
+
 PyObject *curve(PyObject *, PyObject *const *args, Py_ssize_t count) {
     HANDLE_TH_ERRORS
     TORCH_CHECK_TYPE(count == 6, "curve takes 6 arguments");
@@ -28,7 +45,7 @@ PyObject *curve(PyObject *, PyObject *const *args, Py_ssize_t count) {
     made.y = compute([&] {
         if (which == TANHSHRINK) return *x - x->tanh();
         if (which == ELU_FROM_OUTPUT) return at::elu(*x, by[0], by[1], by[2]);
-        return which == SOFTPLUS_FROM_OUTPUT ? at::softplus(*x, by[0], by[1]) : at::log_sigmoid(*x);
+        return which == SOFTPLUS_FROM_OUTPUT ? at::softplus(*x, by[0], by[1]) : log_sigmoid_of(*x);
     });
     made.kept = {which < ELU_FROM_OUTPUT ? *x : made.y};
     made.call["which"] = which;
