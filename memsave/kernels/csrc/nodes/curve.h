@@ -14,7 +14,7 @@ enum Curve : int64_t { LOGSIGMOID, TANHSHRINK, ELU_FROM_OUTPUT, SOFTPLUS_FROM_OU
 Backward curve_backward;
 
 /* Elements, and bytes from which on an array is memory that the C library has to ask for. */
-constexpr int64_t PIECE = 1 << 18, LARGE = 1 << 24;
+constexpr int64_t PIECE = 1 << 20, LARGE = 1 << 24;
 
 /* By torch, which puts something aside of each element that nobody reads here: of what is large, that goes where
    that of the piece before was, and stays in the cache. */
