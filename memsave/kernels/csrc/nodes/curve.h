@@ -21,11 +21,11 @@ constexpr int64_t PIECE = 1 << 20, LARGE = 1 << 24;
 Tensor log_sigmoid_of(const Tensor &x) {
     if (!x.is_cpu() || !x.is_contiguous() || (int64_t)x.nbytes() <= LARGE) return at::log_sigmoid(x);
     const Tensor y = memory(x.sizes(), x.scalar_type()), aside = memory({PIECE}, x.scalar_type());
-    for (int64_t start = 0; start < x.numel(); start += PIECE) {
-        const int64_t size = std::min(PIECE, x.numel() - start);
-        const auto piece = [&](const Tensor &t) { return t.as_strided({size}, {1}, t.storage_offset() + start); };
-        Tensor of_y = piece(y), of_aside = aside.narrow(0, 0, size);
-        at::log_sigmoid_forward_out(of_y, of_aside, piece(x));
+    const auto of_x = x.view(-1).split(PIECE);
+    auto of_y = y.view(-1).split(PIECE);
+    for (size_t k = 0; k < of_x.size(); k++) {
+        Tensor of_aside = aside.narrow(0, 0, of_x[k].numel());
+        at::log_sigmoid_forward_out(of_y[k], of_aside, of_x[k]);
     }
     return y;
 }
