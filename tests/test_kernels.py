@@ -1030,7 +1030,7 @@ def test_offsets_of_another_call_write_nowhere_else(native: Any) -> None:
 @pytest.mark.parametrize("kept", ["x", "y"])
 @pytest.mark.parametrize("centered", [True, False])
 @pytest.mark.parametrize("affine", [True, False])
-@pytest.mark.parametrize("shape", [(1, 1), (3, 70), (5, 3, 5000), (20000, 20)])
+@pytest.mark.parametrize("shape", [(1, 1), (3, 70), (5, 3, 5000), (140, 1100), (20000, 20)])
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_norm(
     fast: Any,

@@ -6,7 +6,7 @@
 #include "elements.h"
 
 /* Sums over many rows lose digits: from time to time they are put aside, and in the end they are the totals. */
-enum { ROWS_OF_SUM = 64, ROWS_AT_ONCE = 4 };
+enum { ROWS_OF_SUM = 64, ROWS_AT_ONCE = 4, LONG_ROW = 4096 };
 #define PUT_ASIDE(T)                                                                    \
     static inline void put_aside_##T(T *dweight, T *dbias, double *totals, size n, int is_end) { \
         T *const both[] = {dweight, dbias};                                             \
@@ -28,19 +28,31 @@ PUT_ASIDE(double)
         if (dweight) dweight += thread * n;                                             \
         if (dbias) dbias += thread * n;                                                 \
         double *totals = norm->totals ? norm->totals + 2 * thread * n : NULL;           \
-        T normalized[BLOCK_OF_ROW], ones[BLOCK_OF_ROW], zeros[BLOCK_OF_ROW];            \
+        T aside[BLOCK_OF_ROW], ones[BLOCK_OF_ROW], zeros[BLOCK_OF_ROW];                 \
         /* (Of parameters that are missing. A loop that asks whether they are is not one of vectors.) */ \
-        EACH for (size k = 0; k < at_most(n, BLOCK_OF_ROW); k++) ones[k] = 1, zeros[k] = normalized[k] = 0; \
+        EACH for (size k = 0; k < at_most(n, BLOCK_OF_ROW); k++) ones[k] = 1, aside[k] = zeros[k] = 0; \
+        const int at_once = dweight && (!norm->dx || n * (size)sizeof(STORED) >= LONG_ROW); \
         size row = start;                                                               \
-        for (; !norm->dx && dweight && row + ROWS_AT_ONCE <= end; row += ROWS_AT_ONCE) { \
+        for (; at_once && row + ROWS_AT_ONCE <= end; row += ROWS_AT_ONCE) {             \
             if ((row - start) % ROWS_OF_SUM == 0) put_aside_##T(dweight, dbias, totals, n, 0); \
+            T center[ROWS_AT_ONCE], scale[ROWS_AT_ONCE], slope[ROWS_AT_ONCE], shared[ROWS_AT_ONCE]; \
+            double along[ROWS_AT_ONCE] = {0}, total[ROWS_AT_ONCE] = {0};                \
+            for (size r = 0; r < ROWS_AT_ONCE; r++)                                     \
+                center[r] = mean ? mean[row + r] : 0, scale[r] = rstd ? rstd[row + r] : 1; \
             for (size first = 0; first < n; first += BLOCK_OF_ROW) {                    \
                 BLOCK(T, STORED)                                                        \
-                T center[ROWS_AT_ONCE], scale[ROWS_AT_ONCE];                            \
-                for (size r = 0; r < ROWS_AT_ONCE; r++)                                 \
-                    center[r] = mean ? mean[row + r] : 0, scale[r] = rstd ? rstd[row + r] : 1; \
-                if (norm->from_y) SUMS_OF_ROWS(FROM_Y(LOAD, r), T, LOAD)                \
-                else SUMS_OF_ROWS(FROM_X(LOAD, r), T, LOAD)                             \
+                if (norm->dx && norm->from_y) SUMS_ALONG_ROWS(FROM_Y, ALONG_Y, T, LOAD) \
+                else if (norm->dx) SUMS_ALONG_ROWS(FROM_X, ALONG_X, T, LOAD)            \
+                else if (norm->from_y) SUMS_OF_ROWS(FROM_Y, T, LOAD)                    \
+                else SUMS_OF_ROWS(FROM_X, T, LOAD)                                      \
+            }                                                                           \
+            if (!norm->dx) continue;                                                    \
+            for (size r = 0; r < ROWS_AT_ONCE; r++)                                     \
+                slope[r] = (T)(along[r] / n), shared[r] = norm->centered ? (T)(total[r] / n) : 0; \
+            for (size first = 0; first < n; first += BLOCK_OF_ROW) {                    \
+                BLOCK(T, STORED)                                                        \
+                if (norm->from_y) GRADIENTS(ROWS_AT_ONCE, FROM_Y, T, STORED, LOAD, STORE) \
+                else GRADIENTS(ROWS_AT_ONCE, FROM_X, T, STORED, LOAD, STORE)            \
             }                                                                           \
         }                                                                               \
         for (; row < end; row++) {                                                      \
@@ -50,18 +62,16 @@ PUT_ASIDE(double)
             for (size first = 0; first < n; first += BLOCK_OF_ROW) {                    \
                 BLOCK(T, STORED)                                                        \
                 T with_x = 0, alone = 0;                                                \
-                if (norm->from_y) SUMS(FROM_Y(LOAD, 0), T, LOAD)                        \
-                else SUMS(FROM_X(LOAD, 0), T, LOAD)                                     \
+                if (norm->from_y) SUMS(FROM_Y(LOAD, 0), ALONG_Y(LOAD, 0), T, LOAD)      \
+                else SUMS(FROM_X(LOAD, 0), ALONG_X(LOAD, 0), T, LOAD)                   \
                 along += with_x, total += alone;                                        \
             }                                                                           \
             if (!norm->dx) continue;                                                    \
-            const T slope = (T)(along / n), shared = norm->centered ? (T)(total / n) : 0; \
+            const T slope[] = {(T)(along / n)}, shared[] = {norm->centered ? (T)(total / n) : 0}; \
             for (size first = 0; first < n; first += BLOCK_OF_ROW) {                    \
                 BLOCK(T, STORED)                                                        \
-                STORED *dx = (STORED *)norm->dx + row * n + first;                      \
-                if (n <= BLOCK_OF_ROW) GRADIENT(normalized[k], LOAD, STORE)             \
-                else if (norm->from_y) GRADIENT(FROM_Y(LOAD, 0), LOAD, STORE)           \
-                else GRADIENT(FROM_X(LOAD, 0), LOAD, STORE)                             \
+                if (norm->from_y) GRADIENTS(1, FROM_Y, T, STORED, LOAD, STORE)          \
+                else GRADIENTS(1, FROM_X, T, STORED, LOAD, STORE)                       \
             }                                                                           \
         }                                                                               \
         put_aside_##T(dweight, dbias, totals, n, 1);                                    \
@@ -75,34 +85,59 @@ PUT_ASIDE(double)
     const T *bias = norm->bias ? (const T *)norm->bias + first : zeros;                 \
     const T *inverse = norm->inverse ? (const T *)norm->inverse + first : ones;         \
     (void)weight, (void)bias, (void)inverse;
-/* What is normalized, and what becomes of it, in one pass. */
+/* What is normalized, and that times the weight, which from y is no factor. */
 #define FROM_X(LOAD, r) (LOAD(kept[(r) * n + k]) - center[r]) * scale[r]
 #define FROM_Y(LOAD, r) (LOAD(kept[(r) * n + k]) - bias[k]) * inverse[k]
+#define ALONG_X(LOAD, r) (FROM_X(LOAD, r)) * factor
+#define ALONG_Y(LOAD, r) (LOAD(kept[(r) * n + k]) - bias[k])
 /* Of several rows at once, the sums and the parameters are read and written once. (Without a bias, what would be its
    gradient is written aside.) */
-#define SUMS_OF_ROWS(XHAT, T, LOAD)                                                     \
+#define SUMS_OF_ROWS(FROM, T, LOAD)                                                     \
     {                                                                                   \
-        T *of_weight = dweight + first, *of_bias = dbias ? dbias + first : normalized;  \
+        T *of_weight = dweight + first, *of_bias = dbias ? dbias + first : aside;       \
         EACH for (size k = 0; k < count; k++) {                                         \
             T with_x = 0, alone = 0;                                                    \
             for (size r = 0; r < ROWS_AT_ONCE; r++) {                                   \
                 const T in = LOAD(g[r * n + k]);                                        \
-                with_x += in * (XHAT);                                                  \
+                with_x += in * (FROM(LOAD, r));                                         \
                 alone += in;                                                            \
             }                                                                           \
             of_weight[k] += with_x;                                                     \
             of_bias[k] += alone;                                                        \
         }                                                                               \
     }
-#define SUMS(XHAT, T, LOAD)                                                             \
+/* Likewise, and sums along the rows. (They have names, as sums of vectors must.) */
+#define SUMS_ALONG_ROWS(FROM, ALONG, T, LOAD)                                           \
+    {                                                                                   \
+        T *of_weight = dweight + first, *of_bias = dbias ? dbias + first : aside;       \
+        T x0 = 0, x1 = 0, x2 = 0, x3 = 0, g0 = 0, g1 = 0, g2 = 0, g3 = 0;               \
+        SUMMED(x0, x1, x2, x3, g0, g1, g2, g3) for (size k = 0; k < count; k++) {       \
+            const T factor = weight[k] + shift;                                         \
+            T with_x = 0, alone = 0;                                                    \
+            OF_ROW(FROM, ALONG, T, LOAD, 0) OF_ROW(FROM, ALONG, T, LOAD, 1)             \
+            OF_ROW(FROM, ALONG, T, LOAD, 2) OF_ROW(FROM, ALONG, T, LOAD, 3)             \
+            of_weight[k] += with_x;                                                     \
+            of_bias[k] += alone;                                                        \
+        }                                                                               \
+        along[0] += x0, along[1] += x1, along[2] += x2, along[3] += x3;                 \
+        total[0] += g0, total[1] += g1, total[2] += g2, total[3] += g3;                 \
+    }
+#define OF_ROW(FROM, ALONG, T, LOAD, r)                                                 \
+    {                                                                                   \
+        const T in = LOAD(g[r * n + k]);                                                \
+        with_x += in * (FROM(LOAD, r));                                                 \
+        alone += in;                                                                    \
+        x##r += in * ALONG(LOAD, r);                                                    \
+        g##r += in * factor;                                                            \
+    }
+#define SUMS(XHAT, ALONG, T, LOAD)                                                      \
     {                                                                                   \
         T *of_weight = dweight ? dweight + first : NULL, *of_bias = dbias ? dbias + first : NULL; \
         if (dweight && dbias && norm->dx) SUMMED(with_x, alone) for (size k = 0; k < count; k++) { \
-            const T in = LOAD(g[k]), both = in * (normalized[k] = XHAT);                \
-            const T factor = weight[k] + shift;                                         \
-            of_weight[k] += both;                                                       \
+            const T in = LOAD(g[k]), factor = weight[k] + shift;                        \
+            of_weight[k] += in * (XHAT);                                                \
             of_bias[k] += in;                                                           \
-            with_x += both * factor;                                                    \
+            with_x += in * ALONG;                                                       \
             alone += in * factor;                                                       \
         } else {                                                                        \
             if (dweight && dbias) EACH for (size k = 0; k < count; k++) {               \
@@ -114,15 +149,23 @@ PUT_ASIDE(double)
             else if (dbias) EACH for (size k = 0; k < count; k++)                       \
                 of_bias[k] += LOAD(g[k]);                                               \
             if (norm->dx) SUMMED(with_x, alone) for (size k = 0; k < count; k++) {      \
-                const T gw = LOAD(g[k]) * (weight[k] + shift);                          \
-                with_x += gw * (normalized[k] = XHAT);                                  \
-                alone += gw;                                                            \
+                const T in = LOAD(g[k]), factor = weight[k] + shift;                    \
+                with_x += in * ALONG;                                                   \
+                alone += in * factor;                                                   \
             }                                                                           \
         }                                                                               \
     }
-#define GRADIENT(XHAT, LOAD, STORE)                                                     \
-    EACH for (size k = 0; k < count; k++)                                               \
-        dx[k] = STORE((LOAD(g[k]) * (weight[k] + shift) - (XHAT) * slope - shared) * scale[0]);
+#define GRADIENTS(ROWS, FROM, T, STORED, LOAD, STORE)                                   \
+    {                                                                                   \
+        STORED *dx = (STORED *)norm->dx + row * n + first;                              \
+        EACH for (size k = 0; k < count; k++) {                                         \
+            const T factor = weight[k] + shift;                                         \
+            for (size r = 0; r < ROWS; r++) {                                           \
+                const T gw = LOAD(g[r * n + k]) * factor, xhat = FROM(LOAD, r);         \
+                dx[r * n + k] = STORE((gw - xhat * slope[r] - shared[r]) * scale[r]);   \
+            }                                                                           \
+        }                                                                               \
+    }
 NORM(norm_float, float, float, , )
 NORM(norm_double, double, double, , )
 NORM(norm_bfloat16, float, uint16_t, of_bfloat16, to_bfloat16) /* parameters and statistics: float */
