@@ -6,7 +6,10 @@
 #include "elements.h"
 
 /* Sums over many rows lose digits: from time to time they are put aside, and in the end they are the totals. */
-enum { ROWS_OF_SUM = 64, ROWS_AT_ONCE = 4, LONG_ROW = 4096 };
+enum { ROWS_OF_SUM = 64 };
+/* Of several rows at once, the sums are read and written once. Shorter rows, in bytes, are read in order (they arrive
+   sooner): with the gradient of x, or of parameters alone. */
+enum { ROWS_AT_ONCE = 4, LONG_ROW = 4096, LONG_ROW_OF_SUMS = 6144 };
 #define PUT_ASIDE(T)                                                                    \
     static inline void put_aside_##T(T *dweight, T *dbias, double *totals, size n, int is_end) { \
         T *const both[] = {dweight, dbias};                                             \
@@ -31,9 +34,9 @@ PUT_ASIDE(double)
         T aside[BLOCK_OF_ROW], ones[BLOCK_OF_ROW], zeros[BLOCK_OF_ROW];                 \
         /* (Of parameters that are missing. A loop that asks whether they are is not one of vectors.) */ \
         EACH for (size k = 0; k < at_most(n, BLOCK_OF_ROW); k++) ones[k] = 1, aside[k] = zeros[k] = 0; \
-        const int at_once = dweight && (!norm->dx || n * (size)sizeof(STORED) >= LONG_ROW); \
+        const int is_long = n * (size)sizeof(STORED) >= (norm->dx ? LONG_ROW : LONG_ROW_OF_SUMS); \
         size row = start;                                                               \
-        for (; at_once && row + ROWS_AT_ONCE <= end; row += ROWS_AT_ONCE) {             \
+        for (; dweight && is_long && row + ROWS_AT_ONCE <= end; row += ROWS_AT_ONCE) {  \
             if ((row - start) % ROWS_OF_SUM == 0) put_aside_##T(dweight, dbias, totals, n, 0); \
             T center[ROWS_AT_ONCE], scale[ROWS_AT_ONCE], slope[ROWS_AT_ONCE], shared[ROWS_AT_ONCE]; \
             double along[ROWS_AT_ONCE] = {0}, total[ROWS_AT_ONCE] = {0};                \
@@ -90,8 +93,7 @@ PUT_ASIDE(double)
 #define FROM_Y(LOAD, r) (LOAD(kept[(r) * n + k]) - bias[k]) * inverse[k]
 #define ALONG_X(LOAD, r) (FROM_X(LOAD, r)) * factor
 #define ALONG_Y(LOAD, r) (LOAD(kept[(r) * n + k]) - bias[k])
-/* Of several rows at once, the sums and the parameters are read and written once. (Without a bias, what would be its
-   gradient is written aside.) */
+/* Of several rows. (Without a bias, what would be its gradient is written aside.) */
 #define SUMS_OF_ROWS(FROM, T, LOAD)                                                     \
     {                                                                                   \
         T *of_weight = dweight + first, *of_bias = dbias ? dbias + first : aside;       \
