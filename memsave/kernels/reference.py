@@ -335,10 +335,10 @@ def is_dense(like: Like) -> bool:
 
 def _pack_traced(mask: Tensor, like: Like) -> Tensor:
     mask, axis = _to_cut(mask, like)
-    eighths = mask.unflatten(axis, (8, mask.shape[axis] // 8)).unbind(axis)
-    bits = eighths[0].int()
-    for k in range(1, 8):
-        bits = bits | (eighths[k].int() << k)
+    bits = mask.int().unflatten(axis, (2, 2, 2, mask.shape[axis] // 8))
+    for places in (4, 2, 1):
+        low, high = bits.unbind(axis)
+        bits = low | (high << places)
     bits = bits.to(torch.uint8)
     # (Which tells it from what is not traced. Of a view inductor would make a copy, and could not
     # tell the order of its strides where sizes are dynamic.)
